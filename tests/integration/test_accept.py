@@ -15,9 +15,7 @@ from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
 
-def test_a_host_is_accepted_and_no_container_is_left(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_accept_succeeds_and_leaves_no_container(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     host = site.installed("main")
     # Not in pytest's folder: the socket of gpg's agent would have too long a path.
@@ -39,9 +37,7 @@ def test_a_host_is_accepted_and_no_container_is_left(
     assert "accept" in (tmp_path / "accepted.html").read_text()
 
 
-def test_commands_of_the_site_run_with_the_gpus_and_their_figures_are_kept(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_figures_of_site_commands_are_kept(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     host = site.installed("main")
     gpuprov_succeeds("verify", "--hosts", site.inventory("main"))

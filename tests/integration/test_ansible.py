@@ -167,9 +167,7 @@ def test_facts_are_there_as_ansible_local(site: Site, twin: Host) -> None:
         ({"gpuprov_packages": ["{{ nothing_of_that_name }}"]}, "the template in gpuprov_packages does not resolve"),
     ],
 )
-def test_a_wrong_variable_is_named_before_anything_is_done(
-    site: Site, twin: Host, variables: dict[str, object], said: str
-) -> None:
+def test_wrong_variable_is_named_first(site: Site, twin: Host, variables: dict[str, object], said: str) -> None:
     done = play("site", site.inventory("twin", **variables))
     assert done.returncode != 0
     assert said in done.stdout

@@ -123,9 +123,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("line", BROKEN, ids=["out-of-reach", "malformed", "malformed-option"])
-def test_a_dry_run_tells_of_broken_sources_beside_what_else_is_wrong(
-    host: ChrootHost, server: SiteServer, line: bytes
-) -> None:
+def test_dry_run_names_broken_sources_and_other_problems(host: ChrootHost, server: SiteServer, line: bytes) -> None:
     host.write("/etc/apt/sources.list.d/broken.list", line)
     own = spec_to_json(server.spec)["repositories"]
     values = {"driver": "preinstalled", "repositories": own, "packages": ["tool"]}

@@ -67,9 +67,7 @@ def test_a_second_run_has_nothing_to_do(lab_site: Site, main: Host) -> None:
     assert "0 changes" in gpuprov("install", "--hosts", lab_site.inventory("boots")).stdout
 
 
-def test_after_a_reboot_nodes_and_links_are_there_before_docker_and_containers_see_gpus(
-    lab_site: Site, main: Host
-) -> None:
+def test_after_a_reboot_nodes_exist_before_docker_starts(lab_site: Site, main: Host) -> None:
     main.ssh("rm -rf /dev/char")
     main.reboot()
     assert active(main, *_UNITS, "docker") == ["active", "inactive", "active", "active"]

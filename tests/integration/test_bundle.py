@@ -121,9 +121,7 @@ def apt_files(host: Host) -> dict[str, Any]:
     return host.snapshot("/var/lib/apt", "/var/cache/apt", "/etc/apt")
 
 
-def test_a_host_without_a_network_is_installed_and_the_second_run_is_empty(
-    site: Site, made: Made, cut_off: Host
-) -> None:
+def test_install_without_network_and_a_second_run_without_changes(site: Site, made: Made, cut_off: Host) -> None:
     before = apt_files(cut_off)
     without = gpuprov("install", "--hosts", inventory(site, made.kernel))
     assert without.returncode == 1, "the host has a way out, so this test would prove nothing"
@@ -244,9 +242,7 @@ def test_a_tampered_bundle_is_refused_before_any_host_is_asked(site: Site, made:
     assert "ops" not in done.stdout
 
 
-def test_the_same_input_gives_the_same_files_but_for_the_key_and_no_key_of_the_mirror_is_missing(
-    made: Made, tmp_path: Path
-) -> None:
+def test_same_input_gives_the_same_files_except_the_key(made: Made, tmp_path: Path) -> None:
     shown = []
     for name in ("one.tar", "two.tar"):
         gpuprov_succeeds(*made.words, "-o", tmp_path / name)

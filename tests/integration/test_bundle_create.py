@@ -107,9 +107,7 @@ def remove_the_signature(mirror: Path) -> None:
         (remove_the_signature, "the repositories' lists can't be had"),
     ],
 )
-def test_a_mirror_that_was_tampered_with_is_refused(
-    mirror: Path, tmp_path: Path, damage: Callable[[Path], None], says: str
-) -> None:
+def test_tampered_mirror_is_refused(mirror: Path, tmp_path: Path, damage: Callable[[Path], None], says: str) -> None:
     damage(mirror)
     assert says in refusal(recipe(mirror), tmp_path)
 
@@ -120,9 +118,7 @@ def test_a_package_that_nobody_has_is_told(mirror: Path, tmp_path: Path) -> None
     assert "no-such-package" in said
 
 
-def test_a_key_that_is_not_on_this_machine_is_told(
-    mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_missing_on_this_machine_is_named(mirror: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from gpuprov.bundle_create.recipe import ARCHIVES, default_sources, mirror_at
 
     archive = dataclasses.replace(ARCHIVES["debian"], keyring="/usr/share/keyrings/no-such-key.gpg")

@@ -61,9 +61,7 @@ def facts_of(host: RpmHost, bundle: OpenBundle) -> HostFacts:
 
 
 @pytest.mark.parametrize("os_release", ["rocky-9.5", "opensuse-tumbleweed"])
-def test_all_that_is_asked_for_comes_along_and_can_be_installed(
-    template: Path, tmp_path: Path, os_release: str
-) -> None:
+def test_requested_packages_are_included_and_installable(template: Path, tmp_path: Path, os_release: str) -> None:
     names = ("site-gpu-tools", "unsigned-tools")
     made = collected(recipe((source(template),), *names), tmp_path)
     assert [one.name for one in made.manifest.packages] == ["site-gpu-library", *names]
@@ -97,9 +95,7 @@ def strip_the_signature(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("os_release", "damage"), [("rocky-9.5", strip_the_signature), ("opensuse-tumbleweed", tamper)]
 )
-def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
-    template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]
-) -> None:
+def test_manager_checks_again(template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]) -> None:
     made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     system = gather(host).os
@@ -122,9 +118,7 @@ def test_what_is_unpacked_is_checked_once_more_by_the_package_manager(
         ({"fingerprint": "A" * 40}, "site-gpu-tools", "not the one that is pinned"),
     ],
 )
-def test_what_can_not_be_trusted_or_had_is_refused(
-    template: Path, tmp_path: Path, change: dict[str, Any], package: str, says: str
-) -> None:
+def test_tampering_is_refused(template: Path, tmp_path: Path, change: dict[str, Any], package: str, says: str) -> None:
     with pytest.raises(GpuprovError, match=says):
         collected(recipe((source(template, **change),), package), tmp_path)
 

@@ -147,9 +147,7 @@ def _copy(source: socket.socket, target: socket.socket, most: int) -> None:
             most -= len(data)
 
 
-def test_a_connection_that_breaks_is_told_and_the_next_run_goes_on(
-    server: Server, target: HostTarget, bundle: Path
-) -> None:
+def test_broken_connection_is_reported_and_next_run_resumes(server: Server, target: HostTarget, bundle: Path) -> None:
     with proxy(server.port, 3_000_000) as port, pytest.raises(GpuprovError) as caught:
         run(dataclasses.replace(target, port=port), bundle)
     assert "the connection dropped while the bundle was uploaded" in str(caught.value)

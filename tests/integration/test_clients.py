@@ -324,7 +324,7 @@ def test_docker_29_gives_by_cdi_the_gpus_that_the_hook_gives(prepared: Callable[
     assert done.returncode != 0 and "gpuprov: " in done.stderr, done.stderr
 
 
-def test_docker_29_by_cdi_heeds_neither_requirements_nor_capabilities_nor_settings(
+def test_docker_29_cdi_ignores_requirements_capabilities_settings(
     prepared: Callable[[str], Host],
 ) -> None:
     host = prepared("sid")
@@ -343,9 +343,7 @@ def test_docker_29_by_cdi_heeds_neither_requirements_nor_capabilities_nor_settin
         assert by_hook.returncode != 0 and not gpus(by_hook.stdout), f"{name}: {by_hook.stdout}"
 
 
-def test_docker_29_gives_mig_devices_and_doctor_names_what_hides_them(
-    prepared: Callable[[str], Host], site: Site
-) -> None:
+def test_docker_29_gives_mig_devices_and_doctor_names_faults(prepared: Callable[[str], Host], site: Site) -> None:
     host = prepared("sid")
     before = host.ssh("cat /etc/cdi/nvidia.json").stdout
     host.ssh(SLEEPER)

@@ -100,9 +100,7 @@ def test_config_json_keeps_mode_and_owner(bench: Bench) -> None:
         (("NVIDIA_VISIBLE_DEVICES=all", "NVIDIA_DRIVER_CAPABILITIES=magic"), "asks for magic"),
     ],
 )
-def test_a_refusal_is_one_line_for_people_and_for_the_engine(
-    bench: Bench, environment: tuple[str, ...], says: str
-) -> None:
+def test_refusal_is_one_line_for_people_and_engine(bench: Bench, environment: tuple[str, ...], says: str) -> None:
     bench.configure(*environment)
     log = bench.folder / "log.json"
     done = bench.create("--log", str(log), "--log-format", "json")

@@ -316,9 +316,7 @@ done
 
 
 @pytest.mark.parametrize(("flags", "way"), zip(_WAYS, ("hook", "runtime")))
-def test_what_a_running_container_was_given_is_explained_by_its_name(
-    host: Host, site: Site, flags: str, way: str
-) -> None:
+def test_running_container_is_explained_by_its_name(host: Host, site: Site, flags: str, way: str) -> None:
     """The engine's own answer to `inspect`: a name, an id; a container that has ended is told apart."""
     explain = ("hook", "explain", "--hosts", site.inventory(host.name), "--limit", host.name)
     sleep = "full:1 python3 -c 'import time; time.sleep(600)'"

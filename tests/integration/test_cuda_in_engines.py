@@ -81,9 +81,7 @@ def test_an_image_is_read_and_nothing_is_left(docker: DockerHost) -> None:
     assert winner(found) == OWN
 
 
-def test_a_running_container_is_read_with_its_mounts_and_the_environment_of_its_process(
-    docker: DockerHost, made: Path
-) -> None:
+def test_running_container_is_read_with_mounts_and_environment(docker: DockerHost, made: Path) -> None:
     volume = f"--volume={made}/library:/usr/lib/libcuda.so.550.163.01:ro"
     link = "ln -s libcuda.so.550.163.01 /usr/lib/libcuda.so.1"
     # The entry point unsets what the image sets.
@@ -105,9 +103,7 @@ def test_a_running_container_is_read_with_its_mounts_and_the_environment_of_its_
         docker.docker("rm", "--force", "trainer")
 
 
-def test_the_doctor_looks_at_running_containers_with_the_drivers_node_alone(
-    docker: DockerHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_examines_only_containers_with_driver_nodes(docker: DockerHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a driver on this machine no version is wrong, but a file that is no library is."""
     node = "busybox mknod /dev/nvidiactl c 195 255;"
     emptied = "busybox cp /dev/null /opt/own/libcuda.so.1;"

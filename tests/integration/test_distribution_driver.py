@@ -138,9 +138,7 @@ def test_a_second_run_and_the_playbook_find_nothing_to_do(site: Site, installed:
     assert done.returncode == 0 and recap(done, "trixie")["changed"] == 0, done.stdout
 
 
-def test_a_rollback_takes_packages_and_sources_away(
-    site: Site, installed: Host, before: dict[str, tuple[Snapshot, str]]
-) -> None:
+def test_rollback_removes_the_driver(site: Site, installed: Host, before: dict[str, tuple[Snapshot, str]]) -> None:
     gpuprov_succeeds("rollback", "--hosts", site.inventory("trixie", **_WANTED), timeout=600)
     files, names = before["trixie"]
     assert packages(installed) == names and installed.ssh("apt-mark showhold").stdout == ""
@@ -151,9 +149,7 @@ def test_a_rollback_takes_packages_and_sources_away(
     assert {line.partition(b":")[0] for line in new} == {b"nvpd"}
 
 
-def test_an_uninstallation_takes_them_away_too(
-    site: Site, installed: Host, before: dict[str, tuple[Snapshot, str]]
-) -> None:
+def test_uninstall_removes_the_driver(site: Site, installed: Host, before: dict[str, tuple[Snapshot, str]]) -> None:
     """After a rollback and an installation by the playbook."""
     hosts = site.inventory("trixie", **_WANTED)
     done = play("site", hosts, "--skip-tags", "verify")

@@ -165,9 +165,7 @@ def install_again(host: Host, kernel: str, wanted: Mapping[str, str]) -> str:
 
 
 @pytest.mark.parametrize("release", [*_FROM_RUN, _FROM_PACKAGES])
-def test_modules_are_built_by_dkms_for_the_kernel_whose_headers_were_brought(
-    installed: dict[str, Installed], release: str
-) -> None:
+def test_dkms_builds_modules_for_the_kernel_with_headers(installed: dict[str, Installed], release: str) -> None:
     host, kernel = installed[release].host, installed[release].kernel
     assert installed[release].said == "left: []\n"
     assert host.ssh(f"dpkg-query -W -f '${{Status}}' linux-headers-{kernel}").stdout == "install ok installed"

@@ -83,9 +83,7 @@ def runtimes(host: DockerHost) -> dict[str, str]:
     return dict(docker.gather(host).runtimes or {})
 
 
-def test_the_runtime_is_there_and_runs_containers(
-    host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runtime_is_present_and_runs(host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configure(host, runtime)
     assert runtimes(host)["nvidia"] == runtime
     assert host.restarts == 1
@@ -296,9 +294,7 @@ def test_docker_itself_says_whether_it_takes_a_file(host: DockerHost) -> None:
     assert host.restarts == 0 and host.docker("version")
 
 
-def test_undo_leaves_containers_running_that_came_later(
-    host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undo_keeps_later_containers_running(host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
     before = configure(host, runtime)
     container = start_container(host, image(host, monkeypatch), "--runtime=nvidia")
     restarts = host.restarts

@@ -199,9 +199,7 @@ def test_libraries_alone_and_uninstalled_twice(bare_again: Host) -> None:
     ],
     ids=["no dkms", "dkms", "open"],
 )
-def test_kernel_modules_are_built_and_installed(
-    bare_again: Host, kind: str, tools: str, option: str, where: str
-) -> None:
+def test_modules_are_built_and_installed(bare_again: Host, kind: str, tools: str, option: str, where: str) -> None:
     bare_again.ssh(tools)
     assert install(bare_again, kernel_modules=True, asked_module_type="open" if kind == "open" else "auto") is None
     assert option in bare_again.ssh("cat /run/tools").stdout

@@ -138,9 +138,7 @@ def test_an_images_link_into_a_volume_writes_nothing_on_the_host(
         (("--gpus", '"device=1,capabilities=video"'), "there is no GPU 'capabilities=video'"),
     ],
 )
-def test_dockers_error_line_says_what_was_asked_what_there_is_and_what_to_do(
-    docker: DockerHost, words: tuple[str, ...], says: str
-) -> None:
+def test_docker_error_names_request_devices_and_remedy(docker: DockerHost, words: tuple[str, ...], says: str) -> None:
     code, _, errors = run(docker, *words)
     assert code == 125
     assert says in errors

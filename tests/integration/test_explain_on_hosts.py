@@ -54,9 +54,7 @@ def explained(monkeypatch: pytest.MonkeyPatch, inventory: Path, *words: str, typ
     return CliRunner().invoke(cli, ["hook", "explain", ID, "--hosts", str(inventory), *words], input=typed)
 
 
-def test_the_command_takes_what_every_command_takes_that_goes_to_hosts(
-    server: Server, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_explain_has_host_options(server: Server, kept: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kept / ID).write_text(json.dumps({**KEPT, "format": record.FORMAT, "container": ID}))
     inventory = tmp_path / "hosts"
     inventory.write_text(

@@ -212,9 +212,7 @@ def test_closed_port_and_unknown_name_are_unreachable(target: HostTarget) -> Non
     assert "the name no-such-host.invalid is not known" in str(nameless)
 
 
-def test_an_address_that_is_dead_does_not_hide_the_next_one(
-    target: HostTarget, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dead_address_does_not_hide_the_next_one(target: HostTarget, monkeypatch: pytest.MonkeyPatch) -> None:
     known = socket.getaddrinfo
 
     def both(host: str, *words: Any, **options: Any) -> list[Any]:
@@ -301,9 +299,7 @@ def test_agent_is_uploaded_once_and_replaced_if_it_changed(server: Server, targe
 
 
 @pytest.mark.parametrize("login", [{"user": "root"}, {"user": "plain", "become_password": PASSWORD}], ids=str)
-def test_a_host_costs_one_connection_and_two_commands_or_three_with_the_upload(
-    target: HostTarget, login: dict[str, Any]
-) -> None:
+def test_host_costs_one_connection_and_two_or_three_commands(target: HostTarget, login: dict[str, Any]) -> None:
     with serving() as fresh:
         host = dataclasses.replace(target, port=fresh.port, identity_file=str(fresh.identity), **login)
         seen = []
@@ -412,9 +408,7 @@ def test_become_false_is_not_overruled(target: HostTarget) -> None:
 
 
 @pytest.mark.parametrize(("command", "codes"), [("install", [0, 2]), ("facts", [0, 0])])
-def test_a_machine_under_two_names_is_changed_under_one_and_counted_once(
-    target: HostTarget, command: str, codes: list[int]
-) -> None:
+def test_machine_under_two_names_is_changed_once(target: HostTarget, command: str, codes: list[int]) -> None:
     targets = [target, dataclasses.replace(target, name="lab-b", user="open")]
     body = "tell(event='Finished', exit_code=0, changed=1, versions={'gpus': '8'})"
     notes: list[Event] = []

@@ -99,9 +99,7 @@ def test_a_genuine_runtime_without_a_driver(bench: GenuineBench) -> None:
 @pytest.mark.parametrize(("branch", "wins"), [("555", True), ("535", False)])
 @pytest.mark.parametrize("by_hook", ["", "prestart"])
 @pytest.mark.slow
-def test_forward_compatibility_with_a_genuine_libcuda(
-    bench: GenuineBench, branch: str, wins: bool, by_hook: str
-) -> None:
+def test_forward_compatibility_genuine_libcuda(bench: GenuineBench, branch: str, wins: bool, by_hook: str) -> None:
     """A newer libcuda in /usr/local/cuda/compat wins; an older one is ignored."""
     newer, host = genuine(branch), genuine("550")
     bench.install(host)

@@ -174,9 +174,7 @@ _DESTINATIONS = (
     destination=st.sampled_from(["", "/volume", *_DESTINATIONS]),
     access=st.sampled_from(["ro", "rw"]),
 )
-def test_random_trees_in_real_containers_lead_nowhere_else(
-    bench: Bench, tree: dict[str, str], way: str, destination: str, access: str
-) -> None:
+def test_random_trees_stay_inside(bench: Bench, tree: dict[str, str], way: str, destination: str, access: str) -> None:
     shutil.rmtree(bench.root)
     shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
     outside = bench.folder / "outside"

@@ -100,9 +100,7 @@ def test_a_link_into_a_volume_leads_to_no_write(bench: Bench, host: Path, way: s
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("destination", ["/usr", LIBRARIES, "/mnt"])
-def test_a_volume_over_the_libraries_folder_is_refused_by_its_name(
-    bench: Bench, tmp_path: Path, way: str, destination: str
-) -> None:
+def test_volume_over_the_library_folder_is_refused(bench: Bench, tmp_path: Path, way: str, destination: str) -> None:
     """Also one whose destination is a link of the image into that folder: its files would be hidden without a word."""
     volume = tmp_path / "volume"
     volume.mkdir()

@@ -35,9 +35,7 @@ _FAULTS = [
 
 @pytest.mark.parametrize(("behaviour", "what"), _FAULTS, ids=[what for _, what in _FAULTS])
 @pytest.mark.slow
-def test_each_fault_has_its_sentence_and_the_pod_is_removed(
-    cluster: Cluster, tmp_path: Path, behaviour: Behaviour, what: str
-) -> None:
+def test_fault_is_named_and_pod_removed(cluster: Cluster, tmp_path: Path, behaviour: Behaviour, what: str) -> None:
     cluster.behaviours["gpu01"] = behaviour
     (result,) = verified(cluster, tmp_path, {"gpu01": (ONE, TWO)}, pod_seconds=0.5)
     assert [what in problem.what for problem in result.problems] == [True]

@@ -45,9 +45,7 @@ def configured(host: RpmHost) -> list[object]:
 
 
 @pytest.mark.parametrize("set_up", [True, False])
-def test_a_repository_is_asked_before_it_is_set_up_and_after(
-    host: RpmHost, repository: Repository, *, set_up: bool
-) -> None:
+def test_repository_is_queried_before_and_after_setup(host: RpmHost, repository: Repository, *, set_up: bool) -> None:
     repository.add(replace(RpmPackage("site-gpu-tools"), version="2.0", requires="site-gpu-library"))
     planned = plan_repositories(facts_of(host), repository.spec)
     if set_up:
@@ -80,9 +78,7 @@ def test_what_is_only_installed_is_not_offered(host: RpmHost, repository: Reposi
 
 
 @pytest.mark.parametrize("host", ["rocky-9.5"], indirect=True)
-def test_what_the_configuration_excludes_is_unknown_to_dnf_until_excludes_are_off(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_dnf_lists_excluded_packages_only_without_excludes(host: RpmHost, repository: Repository) -> None:
     """As driver/kernel.py says of the kernel's headers."""
     configure(host, repository.spec)
     settings = host.path("/etc/dnf/dnf.conf")
@@ -92,9 +88,7 @@ def test_what_the_configuration_excludes_is_unknown_to_dnf_until_excludes_are_of
     assert done.ok, done.evidence()
 
 
-def test_a_planned_repository_of_another_key_is_not_asked(
-    host: RpmHost, repository: Repository, stranger: Path
-) -> None:
+def test_planned_repository_of_other_key_is_not_asked(host: RpmHost, repository: Repository, stranger: Path) -> None:
     """The key is the pinned one, the metadata somebody else's."""
     for name in ("repomd.xml", "repomd.xml.asc"):
         shutil.copy(stranger / "www/repodata" / name, repository.folder / "repodata" / name)
@@ -136,9 +130,7 @@ def test_both_sets_of_repositories_answer(host: RpmHost, repository: Repository,
     assert answer.lacking(("site-gpu-tools=1.0", "site-gpu-tools=7.0", "kernel-devel=5.14.0")) == ()
 
 
-def test_a_repository_that_moves_is_asked_at_its_new_place_alone_with_the_key_that_is_there(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_moved_repository_is_asked_at_its_new_url_with_the_present_key(host: RpmHost, repository: Repository) -> None:
     """As after a run with a wrong address in the inventory: what has to be fixed must not stand in the way."""
     configure(host, repository.spec)
     shutil.move(repository.folder / "repodata", repository.folder / "moved/repodata")

@@ -61,9 +61,7 @@ def measured(page: str, width: int, folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("make", "hosts"), [(fleets.verified, 2), (fleets.verified, 50), (fleets.verified, 1000), (fleets.planned, 50)]
 )
-def test_nothing_scrolls_sideways_or_overlaps(
-    make: Callable[[int], Run], hosts: int, width: int, tmp_path: Path
-) -> None:
+def test_nothing_overflows_or_overlaps(make: Callable[[int], Run], hosts: int, width: int, tmp_path: Path) -> None:
     run = make(hosts)
     found = measured(render(run, fleets.the_day_before(run)), width, tmp_path)
     assert found["inner"] == width

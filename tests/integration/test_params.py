@@ -73,9 +73,7 @@ def test_every_hook_reads_its_state_to_the_end(bench: Bench) -> None:
 
 @pytest.mark.parametrize("stage", ["prestart", "createContainer"])
 @pytest.mark.parametrize("proc", ["of the host", "in a user namespace"])
-def test_the_hook_leaves_the_hosts_procfs_and_user_namespaces_as_they_are(
-    bench: Bench, host_nodes: None, stage: str, proc: str
-) -> None:
+def test_hook_keeps_host_procfs_and_user_namespaces(bench: Bench, host_nodes: None, stage: str, proc: str) -> None:
     """A volume at /proc refuses no container: what is seen there is the host's.
 
     The prestart hook is outside of the container's user namespace, and masks the parameters there too.
@@ -134,9 +132,7 @@ def test_a_relative_bundle_and_root_are_found(bench: Bench, monkeypatch: pytest.
     assert bench.output()[0] == "ModifyDeviceFiles: 0"
 
 
-def test_a_procfs_without_the_driver_and_a_user_namespace_do_without(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_procfs_without_driver_and_user_namespace_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_nodes, "read_text", lambda path: "ModifyDeviceFiles: 1\n")
     monkeypatch.setattr(device_nodes, "PARAMS", "/proc/version")
     config = {"linux": bench.pristine["linux"], "mounts": bench.pristine["mounts"]}

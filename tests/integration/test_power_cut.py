@@ -239,9 +239,7 @@ def test_cut_in_the_drivers_installation_the_next_run_ends_as_an_undisturbed_one
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["torn", "unsynced", "whole"])
 @pytest.mark.parametrize("kind", ["ext4"])
-def test_cut_at_any_write_of_the_journal_the_next_run_ends_as_an_undisturbed_one(
-    disk: Disk, spec: HostSpec, moment: str
-) -> None:
+def test_power_cut_at_any_journal_write_is_resumed(disk: Disk, spec: HostSpec, moment: str) -> None:
     cuts: list[Cut] = []
     with running(disk) as host:
         before = irreversible(host)

@@ -344,9 +344,7 @@ def ending_after_zypper(host: RpmHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "run", killed)
 
 
-def test_zypper_restores_the_driver_that_a_newer_one_replaced(
-    upgrade: Upgrade, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zypper_restores_the_driver_before_the_newer_one(upgrade: Upgrade, monkeypatch: pytest.MonkeyPatch) -> None:
     assert upgrade.change.way_back(upgrade.host)[0].startswith("way back: the driver's packages, by version (nv-prefer")
     upgrade.run()
     assert "nvidia-compute-utils-G06-580.105.08" in drivers(upgrade.host)

@@ -99,9 +99,7 @@ def test_apt_reaches_its_repository_through_the_proxy(proxy: RunningProxy, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["rocky-9.5", "opensuse-tumbleweed"])
-def test_dnf_and_zypper_reach_their_repository_through_the_proxy(
-    proxy: RunningProxy, tmp_path: Path, name: str
-) -> None:
+def test_dnf_and_zypper_reach_repositories_through_the_proxy(proxy: RunningProxy, tmp_path: Path, name: str) -> None:
     build_rpm_repository(tmp_path / "www", tmp_path / "gnupg")
     host = RpmHost(tmp_path / "root", name, rpm_repositories.HOSTS[name])
     try:

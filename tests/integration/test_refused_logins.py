@@ -271,9 +271,7 @@ def test_what_a_server_asks_at_the_login_is_not_shown(
     assert "keyboard-interactive" in error.problems[0].evidence
 
 
-def test_a_second_factor_that_asks_nothing_is_no_obstacle(
-    target: HostTarget, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_second_factor_without_questions_is_accepted(target: HostTarget, capfd: pytest.CaptureFixture[str]) -> None:
     with asking(target) as host, connected(host, ACCEPTING) as connection:
         assert connection.is_connected
     assert capfd.readouterr().out == ""
@@ -310,9 +308,7 @@ def test_a_key_that_is_named_is_used_from_the_agent(
 
 
 @pytest.mark.parametrize("named", ["{0}", "$ELSEWHERE", "SSH_AUTH_SOCK"])
-def test_the_agent_is_the_one_of_the_configuration(
-    target: HostTarget, agent: Path, named: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_configured_agent_is_used(target: HostTarget, agent: Path, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ELSEWHERE", os.environ["SSH_AUTH_SOCK"])
     option = ("IdentityAgent", named.format(os.environ["SSH_AUTH_SOCK"]))
     if named != "SSH_AUTH_SOCK":
@@ -379,9 +375,7 @@ def test_the_sites_known_hosts_count_wherever_they_are(target: HostTarget, serve
     assert "host key changed" in str(failure(here, ACCEPTING))
 
 
-def test_a_certificate_that_the_configuration_names_goes_with_its_key(
-    target: HostTarget, server: Server, tmp_path: Path
-) -> None:
+def test_configured_certificate_goes_with_its_key(target: HostTarget, server: Server, tmp_path: Path) -> None:
     authority, key, certificate = tmp_path / "ca", tmp_path / "own", tmp_path / "signed/own-cert.pub"
     for one in (authority, key):
         subprocess.run(("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", one), check=True)

@@ -82,9 +82,7 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
     gpuprov_succeeds("health", "--hosts", inventory)
 
 
-def test_gpus_are_loaded_after_a_reboot_before_the_host_gets_work(
-    site: Site, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reboot_loads_gpus_before_work(site: Site, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls = tmp_path / "scheduler", tmp_path / "calls"
     script.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n')

@@ -168,9 +168,7 @@ def candidates(host: AptHost, *names: str) -> dict[str, str]:
     return dict(re.findall(r"^(\S+):\n  Installed: .*\n  Candidate: (\S+)", shown, re.MULTILINE))
 
 
-def test_nvidias_repository_does_not_replace_the_distributions_driver(
-    host: AptHost, repository: Repository, tmp_path: Path
-) -> None:
+def test_nvidia_repository_keeps_distribution_driver(host: AptHost, repository: Repository, tmp_path: Path) -> None:
     """Its own pin prefers all that it has; the toolkit and the fabric manager shall still come from there."""
     own, theirs, gnupg = tmp_path / "distribution", repository.folder, repository.gnupg
     shutil.copytree(theirs, own)
@@ -197,18 +195,14 @@ def test_nvidias_repository_does_not_replace_the_distributions_driver(
         assert candidates(host, *wanted) == {**dict.fromkeys(wanted[:2], "550.163.01-2"), **others}
 
 
-def test_a_second_source_for_the_same_repository_is_removed_and_apt_is_content(
-    host: AptHost, repository: Repository
-) -> None:
+def test_duplicate_source_of_a_repository_is_removed(host: AptHost, repository: Repository) -> None:
     host.write("/etc/apt/sources.list.d/old.list", f"deb [trusted=yes] {repository.url}/ ./\n".encode())
     configure(host, repository.spec)
     assert host.list_directory("/etc/apt/sources.list.d") == ("gpuprov-site.sources",)
     refresh(host)
 
 
-def test_a_second_source_with_a_variable_in_it_is_removed_and_apt_is_content(
-    host: AptHost, repository: Repository
-) -> None:
+def test_duplicate_source_with_a_variable_is_removed(host: AptHost, repository: Repository) -> None:
     """NVIDIA's own list is one: $(ARCH) in the URI, another path in Signed-By."""
     (repository.folder / "amd64").symlink_to(".")
     (one,) = repository.spec.repositories

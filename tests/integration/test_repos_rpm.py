@@ -124,9 +124,7 @@ def test_an_interrupted_installation_is_undone_by_what_was_there_before(host: Rp
     assert rpm_list(host) - {name for name in rpm_list(host) if name.startswith("gpg-")} == {"base-system-1.0-1.noarch"}
 
 
-def test_a_version_is_installed_as_asked_and_an_upgraded_package_is_not_taken_away(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_requested_version_is_installed_and_an_upgraded_package_kept(host: RpmHost, repository: Repository) -> None:
     repository.add(RpmPackage("site-gpu-library", "2.0"))
     repository.add(RpmPackage("newer", requires="site-gpu-library >= 2.0"))
     configure(host, repository.spec)
@@ -165,9 +163,7 @@ def test_a_key_that_lies_there_is_not_yet_trusted(host: RpmHost, repository: Rep
     configure(host, repository.spec)
 
 
-def test_undo_takes_key_and_trust_away_and_leaves_what_was_trusted_before(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_undo_removes_key_and_trust_and_keeps_earlier_trust(host: RpmHost, repository: Repository) -> None:
     one = RpmRepository("site", repository.url, f"{repository.url}/key.asc", repository.fingerprint, manager(host))
     change = InstallRpmKey(one.key_path, one.key_url, one.key_fingerprint)
     before = change.capture(host)
@@ -262,9 +258,7 @@ def test_a_package_that_nobody_has_is_told(host: RpmHost, repository: Repository
     ("os_release", "kernel"),
     [("rocky-9.5", "5.14.0-427.13.1.el9_4.x86_64"), ("opensuse-tumbleweed", "6.17.1-1-default")],
 )
-def test_headers_that_no_repository_has_any_more_come_with_what_to_do(
-    tmp_path: Path, repository: Repository, os_release: str, kernel: str
-) -> None:
+def test_missing_headers_have_a_next_step(tmp_path: Path, repository: Repository, os_release: str, kernel: str) -> None:
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     configure(host, repository.spec)
     row = distribution_of(facts_of(host).os)
@@ -312,9 +306,7 @@ def test_a_package_signed_by_another_key_is_refused(host: RpmHost, repository: R
     assert installed_files(host) == set()
 
 
-def test_where_metadata_alone_is_signed_unsigned_packages_are_taken_and_tampered_ones_are_not(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_signed_metadata_alone_allows_unsigned_not_tampered_packages(host: RpmHost, repository: Repository) -> None:
     """NVIDIA's container toolkit comes so: the signed metadata holds each package's digest."""
     repository.add(RpmPackage("unsigned"), signed=False)
     configure(host, repository.spec)
@@ -334,9 +326,7 @@ def test_where_metadata_alone_is_signed_unsigned_packages_are_taken_and_tampered
 
 # Docker has no repository for SUSE.
 @pytest.mark.only(host=("rocky-9.5", "fedora-38"))
-def test_where_packages_alone_are_signed_no_signature_of_metadata_is_asked_for(
-    host: RpmHost, repository: Repository
-) -> None:
+def test_signed_packages_alone_need_no_signed_metadata(host: RpmHost, repository: Repository) -> None:
     """Docker's own repository comes so."""
     repository.add(RpmPackage("unsigned"), signed=False)
     remove_signature(repository)

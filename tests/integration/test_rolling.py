@@ -93,9 +93,7 @@ echo "$1 $2" >> {folder}/calls
 """
 
 
-def test_a_killed_controller_leaves_who_is_drained_and_the_next_run_goes_on(
-    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_run_resumes_after_a_killed_controller(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed when the first of two hosts is done and still drained, and the second has not begun."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls, hold = (tmp_path / name for name in ("scheduler", "calls", "hold"))

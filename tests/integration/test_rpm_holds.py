@@ -89,9 +89,7 @@ def upgrade(host: RpmHost) -> None:
 
 
 @pytest.mark.parametrize("os_release", ["rocky-9.5", "opensuse-tumbleweed"])
-def test_a_pinned_package_is_held_until_another_version_is_asked_for(
-    tmp_path: Path, repository: Repository, versionlock: Path, os_release: str
-) -> None:
+def test_pinned_package_is_held(tmp_path: Path, repository: Repository, versionlock: Path, os_release: str) -> None:
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     if manager(host) is DNF:
         give_plugin(host, versionlock)

@@ -156,9 +156,7 @@ with_files = pytest.mark.parametrize(("containerd", "name"), FILES, indirect=["c
 
 @pytest.mark.parametrize("place", ["usual", "drop-in asked for", "main file asked for", "what containerd says"])
 @with_files
-def test_containerd_sees_the_runtime_and_all_else_as_before(
-    containerd: str, drop_in: Path, tmp_path: Path, name: str, place: str
-) -> None:
+def test_containerd_sees_the_runtime(containerd: str, drop_in: Path, tmp_path: Path, name: str, place: str) -> None:
     text = TEXTS[name]
     main = tmp_path / "config.toml"
     if text is not None or place == "what containerd says":  # it does not dump a file that is not there

@@ -161,9 +161,7 @@ def test_an_idle_gpu_has_no_processes() -> None:
         (":", {"SIMGPU_GPUS": "0"}, 6, "No devices were found"),
     ],
 )
-def test_faults_end_nvidia_smi_as_the_real_ones_do(
-    before: str, environment: dict[str, str], code: int, text: str
-) -> None:
+def test_faults_give_the_real_exit_codes(before: str, environment: dict[str, str], code: int, text: str) -> None:
     settings = " ".join(f"{name}={value}" for name, value in environment.items())
     done = on_host(1, f"{before}; {settings} $SMI")
     assert (done.returncode, text in done.stdout) == (code, True)
@@ -247,9 +245,7 @@ def _header(run_file: Path, option: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(("sh", str(run_file), option), capture_output=True, text=True, timeout=300, check=False)
 
 
-def test_the_same_input_gives_the_same_run_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_file: Path
-) -> None:
+def test_same_input_gives_the_same_run_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_file: Path) -> None:
     # A fresh cache but for Debian's packages, which need the network.
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache/debian").symlink_to(build_libraries().parents[1] / "debian")
@@ -337,9 +333,7 @@ def test_the_installed_driver_works_and_leaves_nothing_when_uninstalled(run_file
         ("tmp-too-small", 15, ""),
     ],
 )
-def test_failures_on_request_before_anything_is_installed(
-    run_file: Path, tmp_path: Path, fault: str, code: int, text: str
-) -> None:
+def test_requested_failures_before_install(run_file: Path, tmp_path: Path, fault: str, code: int, text: str) -> None:
     command = "$INSTALL --silent 2>&1; echo rc $?; cat /var/log/nvidia-installer.log"
     done = _in_copy(run_file, tmp_path, command, SIMRUN_FAIL=fault)
     assert f"rc {code}\n" in done.stdout
@@ -400,9 +394,7 @@ def test_all_spellings_of_options_are_understood(run_file: Path, tmp_path: Path)
     assert "\nrc 0\n-> Installation of the NVIDIA" in done.stdout
 
 
-def test_packages_are_fetched_whatever_this_machine_has_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_are_fetched_even_if_installed_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fields = "Status: install ok installed\nArchitecture: amd64\nMaintainer: x <x@example.org>\nDescription: x\n"
     (tmp_path / "status").write_text(f"Package: hello\nVersion: 99\n{fields}")
     (tmp_path / "apt.conf").write_text(f'Dir::State::status "{tmp_path}/status";\n')

@@ -43,9 +43,7 @@ def host_nodes(bench: Bench) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
-def test_the_hosts_nodes_have_the_links_by_which_systemd_knows_them(
-    bench: Bench, host_nodes: None, by_hook: str
-) -> None:
+def test_host_nodes_have_the_links_that_systemd_uses(bench: Bench, host_nodes: None, by_hook: str) -> None:
     bench.report("NVIDIA_VISIBLE_DEVICES=1", by_hook=by_hook)
     found = {path.name: str(path.readlink()) for path in Path("/dev/char").glob("195:*")}
     assert found == {"195:1": "../nvidia1", "195:255": "../nvidiactl"}
@@ -78,9 +76,7 @@ def test_links_made_inside_a_user_namespace_are_its_root_users(bench: Bench, hos
 
 
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
-def test_a_container_in_a_user_namespace_gets_nodes_files_and_links_of_its_own(
-    bench: Bench, host_nodes: None, by_hook: str
-) -> None:
+def test_user_namespace_container_gets_its_own_nodes_and_links(bench: Bench, host_nodes: None, by_hook: str) -> None:
     linux, mounts = in_user_namespace(bench)
     report = bench.report(ALL, by_hook=by_hook, linux=linux, mounts=mounts)
     assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
@@ -96,9 +92,7 @@ exec unshare -U --map-root-user -m sh -c 'mount -t tmpfs none /run; exec {progra
 """
 
 
-def test_a_rootless_engine_gives_gpus_by_the_runtime_and_by_hook_where_no_cgroups_is_set(
-    bench: Bench, host_nodes: None
-) -> None:
+def test_rootless_engine_gives_gpus_by_runtime_and_hook_with_no_cgroups(bench: Bench, host_nodes: None) -> None:
     wrappers = {}
     for name, program in (("runtime", bench.runtime), ("runc", bench.low_level)):
         wrappers[name] = bench.folder / f"rootless-{name}"

@@ -54,9 +54,7 @@ def versions(host: RpmHost) -> set[str]:
 
 
 @pytest.mark.parametrize("os_release", HOSTS)
-def test_all_four_of_the_version_that_is_asked_for_then_of_another(
-    tmp_path: Path, mirror: Path, os_release: str
-) -> None:
+def test_all_four_packages_change_to_the_requested_version(tmp_path: Path, mirror: Path, os_release: str) -> None:
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     shutil.copytree(mirror, host.path("/opt/mirror"))
     configure(host, wanted(mirror))

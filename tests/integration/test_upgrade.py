@@ -89,9 +89,7 @@ def calls(site: Site, *commands: str) -> None:
         ("9c33d30", ("rollback", "rollback", "uninstall")),
     ],
 )  # fmt: skip
-def test_an_earlier_versions_host_is_upgraded_and_given_back(
-    site: Site, trees: Mapping[str, Path], commit: str, back: tuple[str, ...]
-) -> None:
+def test_upgrade_from_older_version(site: Site, trees: Mapping[str, Path], commit: str, back: tuple[str, ...]) -> None:
     host = site.hosts["main"]
     host.reset()
     before = (etc(host), packages(host), files(host), in_memory(host))

@@ -135,9 +135,7 @@ def _containers(vm: Vm) -> dict[str, str]:
     return dict(line.split(" ", 1) for line in said)
 
 
-def test_containers_have_their_gpus_again_after_another_kernel_and_another_driver(
-    installed: Installed, tmp_path: Path
-) -> None:
+def test_containers_have_gpus_after_another_kernel_and_driver(installed: Installed, tmp_path: Path) -> None:
     machine, vm = installed.machine, installed.machine.vm
     vm.ssh(f"tar -hc {_FILES} | docker import - sleeper:1")
     for name, words in _CONTAINERS.items():

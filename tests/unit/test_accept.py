@@ -86,9 +86,7 @@ def test_each_trouble_names_its_gpu(lines: list[dict[str, Any]], code: int, expe
 
 
 @pytest.mark.parametrize(("lines", "expected"), [([], ("accept-program", "")), (_GOOD[:1], ("accept-silent", "0"))])
-def test_an_only_gpu_is_not_blamed_for_a_program_that_did_not_begin(
-    lines: list[dict[str, Any]], expected: tuple[str, str]
-) -> None:
+def test_only_gpu_is_not_blamed_for_a_failed_start(lines: list[dict[str, Any]], expected: tuple[str, str]) -> None:
     alone = replace(_HOST, gpus=_HOST.gpus[:1])
     done = Completed(("docker", "run"), 125, "", "docker: Error response from daemon: no space left on device")
     (found,), _ = judge(parse_printed("\n".join(map(json.dumps, lines))), done, alone)

@@ -246,9 +246,7 @@ def test_a_stream_is_a_branch_whatever_version_of_it_is_asked_for(metal: HostFac
 
 @pytest.mark.parametrize("manager", ["apt", "dnf"])
 @pytest.mark.parametrize(("upgrade", "wanted"), [(True, "580.82.07"), (False, "")])
-def test_an_upgrade_takes_the_newest_release_of_the_branch(
-    metal: HostFacts, manager: str, upgrade: bool, wanted: str
-) -> None:
+def test_upgrade_takes_newest_release_of_the_branch(metal: HostFacts, manager: str, upgrade: bool, wanted: str) -> None:
     facts = packaged(metal, "580.65.06", **{"libnvidia-compute": "580.65.06-1"})
     facts = on(facts, "rocky", "9.5", "dnf") if manager == "dnf" else facts
     end = "-1.el9.x86_64" if manager == "dnf" else "-1"

@@ -139,9 +139,7 @@ def test_it_comes_from_nvidias_repository_in_the_same_installation(facts: HostFa
     (ServiceFacts((), (DCGM_UNIT,)), False, (DCGM_UNIT,)),
     (ServiceFacts(BOTH, BOTH), True, ()),
 ])  # fmt: skip
-def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
-    facts: HostFacts, there: ServiceFacts, exporter: bool, units: tuple[str, ...]
-) -> None:
+def test_stopped_unit_is_planned(facts: HostFacts, there: ServiceFacts, exporter: bool, units: tuple[str, ...]) -> None:
     changes = dcgm.plan(source_of(replace(facts, services=there), spec(dcgm_exporter=exporter)))
     assert changes == ((RunDcgm(units),) if units else ())
     # An image needs them enabled only.
@@ -152,9 +150,7 @@ def test_a_unit_that_does_not_run_or_is_not_enabled_is_planned(
 
 
 @pytest.mark.parametrize("verb", ["is-active", "is-enabled"])
-def test_units_of_which_systemd_does_not_tell_are_not_restarted(
-    host: DcgmHost, verb: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_units_of_unknown_state_are_not_restarted(host: DcgmHost, verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     host.write("/usr/bin/nv-hostengine", b"")
     monkeypatch.setattr(host, "_systemctl", lambda words: (124 if words[0] == verb else 0, ""))
     assert refused(gather_services, host).what == f"systemd does not tell about {DCGM_UNIT}"

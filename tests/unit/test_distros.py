@@ -245,9 +245,7 @@ def test_headers_are_those_of_the_running_kernel(name: str, version: str, kernel
         ("sles", "15", ("kernel-default",), ()),
     ],
 )
-def test_kernels_to_come_get_headers_too(
-    name: str, version: str, installed: tuple[str, ...], names: tuple[str, ...]
-) -> None:
+def test_headers_of_next_kernels(name: str, version: str, installed: tuple[str, ...], names: tuple[str, ...]) -> None:
     assert next_kernel_headers(row(name, version), "K", installed) == names
 
 
@@ -265,9 +263,7 @@ def test_kernels_to_come_get_headers_too(
          ("kernel-devel-matched=5.14.0-503.11.1.el9_5.x86_64",)),
     ],
 )  # fmt: skip
-def test_kernels_to_come_are_of_the_running_ones_flavour(
-    name: str, kernel: str, installed: tuple[str, ...], names: tuple[str, ...]
-) -> None:
+def test_flavour_of_next_kernels(name: str, kernel: str, installed: tuple[str, ...], names: tuple[str, ...]) -> None:
     assert next_kernel_headers(row(name, "9"), kernel, installed) == names
 
 

@@ -260,9 +260,7 @@ def test_runtime_is_put_in(before: str, after: str) -> None:
         ("/usr/sbin/dockerd --default-runtime=crun", "", True, "--default-runtime=crun"),
     ],
 )
-def test_flags_that_would_keep_docker_from_starting_are_refused(
-    tmp_path: Path, command: str, environment: str, set_default: bool, flag: str
-) -> None:
+def test_conflicting_flags_fail(tmp_path: Path, command: str, environment: str, set_default: bool, flag: str) -> None:
     request = ConfigureRequest("docker", RuntimeEntry("nvidia", "/x", set_default=set_default))
     system = UnitHost(tmp_path, command)
     system.put("/etc/default/docker", environment)

@@ -387,9 +387,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_a_verification_names_what_keeps_cuda_from_coming_up(
-    host: SwitchHost, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_verify_names_what_keeps_cuda_down(host: SwitchHost, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     simgpu.install_tree(host.root)
     facts, reason = SHOWN[name]
     monkeypatch.setattr(verify, "gather_fabric", lambda system: facts)

@@ -235,9 +235,7 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
 
 
 @pytest.mark.parametrize(("code", "fails"), [(2, False), (3, False), (13, False), (9, True), (137, True), (255, True)])
-def test_a_query_that_fails_does_not_tell_that_the_mode_is_off(
-    host: Rdma, tmp_path: Path, code: int, fails: bool
-) -> None:
+def test_failed_query_does_not_mean_that_the_mode_is_off(host: Rdma, tmp_path: Path, code: int, fails: bool) -> None:
     """nvidia-smi(1): 2, 3 and 13 of a driver or GPU without it."""
     host.path("/dev/tdx_guest").write_text("")
     unit = unit_of(gather(host), CONFIDENTIAL, spec())

@@ -315,9 +315,7 @@ def test_a_container_is_not_judged_by_its_hosts_sysfs(tmp_path: Path, container:
 
 
 @pytest.mark.parametrize(("excluded", "rules_found"), [("Yes", []), ("No", ["gpus-fewer"])])
-def test_a_gpu_that_the_driver_was_told_to_leave_out_is_not_missed(
-    tmp_path: Path, excluded: str, rules_found: list[str]
-) -> None:
+def test_gpu_that_the_driver_excludes_is_not_missed(tmp_path: Path, excluded: str, rules_found: list[str]) -> None:
     """NVreg_ExcludedGpus: the driver has it, and neither NVML nor nvidia-smi counts it."""
     host = HealthHost(tmp_path, metal=True)
     host.report = report_of("")
@@ -361,9 +359,7 @@ def test_imex_that_is_not_ready_makes_a_host_unfit(tmp_path: Path, active: bool,
 
 
 @pytest.mark.parametrize("silent", ["is-enabled", "is-active", "nvidia-imex-ctl", "nv-fabricmanager"])
-def test_what_gives_no_answer_is_unknown_and_not_down(
-    tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_is_unknown_and_not_down(tmp_path: Path, silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class SilentHost(HealthHost):
         def run(self, argv: Sequence[str], **more: Any) -> Completed:
             if silent in argv:

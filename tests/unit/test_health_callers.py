@@ -99,9 +99,7 @@ _RESUME = "update NodeName=gpu1 State=RESUME"
     (_FIT, "IDLE+DRAIN", "", []),
     (_FIT, "IDLE", _OURS, []),
 ])  # fmt: skip
-def test_slurm_drains_a_node_that_is_unfit_and_takes_back_its_own(
-    slurm: Slurm, finished: Finished, state: str, reason: str, calls: list[str]
-) -> None:
+def test_slurm_drains_unfit_nodes(slurm: Slurm, finished: Finished, state: str, reason: str, calls: list[str]) -> None:
     done, made = slurm(finished, state, reason)
     assert (done.exit_code, made) == (0, calls)
     assert bool(done.output) == bool(calls) or "left as it is" in done.output
@@ -187,9 +185,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> HealthHost:
     return found
 
 
-def test_slurm_takes_a_node_back_once_a_reset_has_cleared_its_gpu(
-    slurm: Slurm, host: HealthHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slurm_resumes_a_node_after_a_reset(slurm: Slurm, host: HealthHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(f"{__name__}._judging", lambda *words: None)
     host.journal = Completed((), 0, "\n".join((_ECC, _RESET_ASKED)))
     done, (drain,) = slurm(_FIT)

@@ -146,9 +146,7 @@ def test_what_is_planned_by_what_is_there(
 
 
 @pytest.mark.parametrize("bundle", [None, SimpleNamespace(vendor_keys=())], ids=["sources", "bundle"])
-def test_packages_come_from_the_bundle_or_past_module_streams(
-    tmp_path: Path, bundle: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packages_of_bundle_or_past_streams(tmp_path: Path, bundle: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(HostFacts, "package_manager", manager_of(None, "dnf"))
     facts = replace(gather(with_gpus(tmp_path / "root", "2941", 1)), bundle=bundle)
     (install,) = (one for one in imex.plan(source(facts, imex="dra")) if isinstance(one, InstallRpmPackages))
@@ -386,9 +384,7 @@ def test_a_rollback_over_branches_starts_the_former_imex(node: Node) -> None:
     assert node.address in node.rack.running and node.enabled
 
 
-def test_nothing_changes_while_systemd_does_not_tell_whether_imex_runs(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_state_of_imex_changes_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     (change,) = (one for one in imex.plan(source_of(gather(node), of_domain())) if one.disturbs)
     run = node.run
     ask_for = ("systemctl", "is-active", "--quiet", UNIT)

@@ -192,9 +192,7 @@ def test_what_is_wrong_with_a_domain_is_named_after_a_wait(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("asked", ["--version", "is-active", "is-enabled"])
-def test_one_that_gives_no_answer_is_neither_restarted_nor_stopped(
-    tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_one_is_not_restarted_or_stopped(tmp_path: Path, asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rack = Rack()
     node, *others = (Node(tmp_path / f"gpu{number}", rack, f"10.0.0.{number}") for number in (1, 2, 3))
     for one in (node, *others):

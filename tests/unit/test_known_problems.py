@@ -147,9 +147,7 @@ def test_what_is_there_already_is_a_warning(metal: HostFacts) -> None:
         ("29.8.2", {"toolkit": "nvidia", "docker": "none", "engines": ["podman"]}, False),
     ],
 )
-def test_docker_29_with_nvidias_toolkit_is_refused_for_mig(
-    metal: HostFacts, docker: str, options: Mapping[str, Any], is_refused: bool
-) -> None:
+def test_mig_refuses_docker_29(metal: HostFacts, docker: str, options: Mapping[str, Any], is_refused: bool) -> None:
     assert refused(with_docker(metal, docker, mig=True), **options) == (("docker-29-mig",) if is_refused else ())
     assert refused(with_docker(metal, docker, mig=False), **options) == ()
 

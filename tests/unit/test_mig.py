@@ -120,9 +120,7 @@ def test_instances_that_containers_cannot_use_are_made_again(host: MigHost, bare
     assert is_right("all-1g.10gb", gather_mig(host)[0])
 
 
-def test_instances_that_come_without_compute_instances_are_an_error(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_instances_without_compute_instances_are_an_error(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """nvidia-smi exits with 0 after many failures, of -C too."""
     alone = host._smi
     monkeypatch.setattr(host, "_smi", lambda words: (6, NONE) if words == ["mig", "-lci"] else alone(words))
@@ -167,9 +165,7 @@ def test_other_instances_are_replaced_and_undo_brings_them_back(host: MigHost, c
 
 
 @pytest.mark.parametrize(("mode", "instances"), [("Disabled", []), ("Enabled", []), ("Enabled", ["1g.10gb"])])
-def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
-    host: MigHost, mode: str, instances: list[str]
-) -> None:
+def test_undo_restores_and_a_second_undo_changes_nothing(host: MigHost, mode: str, instances: list[str]) -> None:
     host.mode, host.pending, host.instances = mode, mode, list(instances)
     change = DivideGpus(((0, "3g.40gb"),))
     before = change.capture(host)
@@ -183,9 +179,7 @@ def test_undo_brings_back_what_was_there_and_a_second_one_changes_nothing(
 
 
 @pytest.mark.parametrize("answer", [(0, ""), (9, "NVIDIA-SMI has failed"), (127, "")])
-def test_undo_leaves_a_gpu_that_is_gone_or_has_no_driver(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]
-) -> None:
+def test_undo_skips_a_lost_gpu(host: MigHost, monkeypatch: pytest.MonkeyPatch, answer: tuple[int, str]) -> None:
     """No other way led to the end of a rollback, an uninstall or the next installation."""
     before, told = DivideGpus(((0, "3g.40gb"),)).capture(host), "GPU 0 is gone, or has no driver: its MIG layout stays"
     assert DivideGpus.irreversible(host, before, {}, ()) == ()
@@ -198,9 +192,7 @@ def test_undo_leaves_a_gpu_that_is_gone_or_has_no_driver(
     assert refused(DivideGpus.undo, host, before, {}).what == "nvidia-smi does not tell which GPUs there are"
 
 
-def test_each_gpu_is_shown_and_only_those_of_the_layout_are_noted(
-    host: MigHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_gpus_are_shown_and_those_of_the_layout_noted(host: MigHost, monkeypatch: pytest.MonkeyPatch) -> None:
     host.mode, host.pending, host.instances = "Enabled", "Enabled", ["1g.10gb", "3g.40gb"]
     alone = host._smi
     more = {"--query-gpu=index,mig.mode.current,mig.mode.pending": "1, Disabled, Disabled\n"}

@@ -83,9 +83,7 @@ def test_by_default_nothing_is_removed_and_one_line_says_what_is_there(debian: H
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
-def test_a_retired_repo_file_is_named_as_no_step_removes_it(
-    debian: HostFacts, toolkit: Literal["bundled", "nvidia"]
-) -> None:
+def test_retired_repo_file_is_named(debian: HostFacts, toolkit: Literal["bundled", "nvidia"]) -> None:
     path, text = "/etc/yum.repos.d/old.repo", "[a]\nbaseurl=https://nvidia.github.io/nvidia-docker/centos7/$basearch\n"
     facts = replace(debian, files={**debian.files, path: file(text)})
     assert path in migration.note(facts, replace(ASKED, migrate_nvidia_docker=False, toolkit=toolkit))

@@ -288,9 +288,7 @@ class AptHost(FakeHost):
 
 
 @pytest.mark.parametrize("name", WAYS)
-def test_an_undo_restores_the_packages_that_the_change_has_replaced(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_undo_restores_replaced_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     gets, kept, removes, offered, restored = WAYS[name]
     loaded_on: list[FakeHost] = []
     monkeypatch.setattr(running_driver, "load_installed", loaded_on.append)
@@ -395,9 +393,7 @@ def test_nothing_is_changed_if_apt_does_not_tell_what_would_go(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("ask", ["restores", "undo"])
-def test_nothing_is_undone_if_apt_does_not_tell_whether_it_can(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str
-) -> None:
+def test_undo_needs_an_answer_of_apt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ask: str) -> None:
     host = AptHost(tmp_path / "root")
     monkeypatch.setattr(host, "_apt_get", lambda words: (137, "") if "--simulate" in words else (0, ""))
     problem = refused(getattr(InstallDriverPackages, ask), host, host.before, host.outcome)

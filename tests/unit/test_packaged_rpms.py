@@ -147,9 +147,7 @@ def test_nothing_is_undone_if_dnf_does_not_tell_whether_it_can(tmp_path: Path, a
 
 @pytest.mark.parametrize("kept", [False, True])
 @pytest.mark.parametrize("of_toolkit", [False, True])
-def test_an_undo_installs_the_former_version_and_loads_a_driver(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool, of_toolkit: bool
-) -> None:
+def test_undo_loads_old_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool, of_toolkit: bool) -> None:
     host, before, outcome = upgraded(tmp_path, *TOOLKIT) if of_toolkit else upgraded(tmp_path)
     host.offers[TOOLKIT[0]] = "nvidia-container-toolkit 0:1.17.8-1.el9.noarch\n"
     simgpu.write_kernel_tree(tmp_path, 1, NEW)

@@ -88,9 +88,7 @@ class Bundle:
 
 @pytest.mark.parametrize("manager", [DNF, ZYPPER], ids=lambda one: one.name)
 @pytest.mark.parametrize("bundle", [None, Bundle(("A", "B"))])
-def test_a_bundle_is_the_only_source_and_a_limited_repository_gives_its_packages_alone(
-    manager: RpmManager, bundle: Bundle | None
-) -> None:
+def test_bundle_or_limited_repository_is_the_only_source(manager: RpmManager, bundle: Bundle | None) -> None:
     locks = LockFacts("dnf", "/locks", frozenset({"gcc"}), frozenset({"gcc"}))
     there = PackageFacts("", {"gcc": "10-1.x86_64"}, trusted_keys=frozenset({"A"}), locks=locks)
     advice, units = Advice("gcc", "its meaning", "its step"), ("a.service",)

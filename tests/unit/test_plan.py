@@ -170,9 +170,7 @@ def test_an_unsupported_distribution_is_the_one_thing_said(facts: HostFacts) -> 
         (False, "there is no /proc/modules", "uname -r; ls /boot  # "),
     ],
 )
-def test_a_kernel_without_modules_is_refused_before_any_download(
-    metal: HostFacts, disabled: bool, seen: str, step: str
-) -> None:
+def test_kernel_without_modules_is_refused_first(metal: HostFacts, disabled: bool, seen: str, step: str) -> None:
     bad = replace(metal, kernel=replace(metal.kernel, takes_modules=False, modules_disabled=disabled))
     (problem,) = preflight(PlanContext(bad, spec()))
     assert problem.what.startswith("this kernel takes no modules") and problem.evidence == f"kernel {RELEASE}: {seen}"

@@ -87,9 +87,7 @@ def test_a_download_is_private_shown_without_a_login_and_taken_back(tmp_path: Pa
         ("", "", "SHA-256 is not known"), (SHA, "", ""), ("0" * 64, SHA, ""), (SHA, "0" * 64, "not the file"),
     ],
 )  # fmt: skip
-def test_a_download_has_the_digest_that_is_given_or_published(
-    tmp_path: Path, published: str, given: str, error: str
-) -> None:
+def test_download_has_the_given_or_published_digest(tmp_path: Path, published: str, given: str, error: str) -> None:
     system = System(str(tmp_path))
     system.make_directory("/mirror")
     system.write("/mirror/x.run", b"driver")
@@ -173,9 +171,7 @@ def test_a_driver_without_a_record_does_not_come_back() -> None:
         (True, "470.1", {NEW, "470.1"}), (False, OLD, set()), (False, "", set()), (False, NEW, {OLD, "470.1"}),
     ],
 )  # fmt: skip
-def test_the_files_of_this_driver_and_the_replaced_one_are_kept(
-    host: FakeHost, content: bool, replaces: str, left: set[str]
-) -> None:
+def test_present_and_former_files_are_kept(host: FakeHost, content: bool, replaces: str, left: set[str]) -> None:
     told: list[str] = []
     host.make_directory(KEPT, 0o700)
     for version in (OLD, "470.1"):
@@ -215,9 +211,7 @@ def test_a_copy_is_kept_if_it_is_the_file_that_was_installed(host: FakeHost, cha
 @pytest.mark.parametrize(
     ("path", "fails"), [("/old.run", "remove"), (f"{CACHE_DIRECTORY}/old.run", "rename"), ("/old.run", "_cp")]
 )
-def test_a_file_that_can_not_be_kept_fails_no_installation(
-    host: FakeHost, path: str, fails: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unkept_file_fails_no_install(host: FakeHost, path: str, fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[Any, ...]] = []
 
     def fail(*words: object) -> tuple[int, str]:
@@ -242,9 +236,7 @@ FETCHED = [
 
 
 @pytest.mark.parametrize(("there", "url", "exists", "required", "kept"), FETCHED)
-def test_the_former_driver_is_fetched_before_the_undo(
-    host: FakeHost, there: str, url: str, exists: bool, required: bool, kept: bool
-) -> None:
+def test_undo_fetches_first(host: FakeHost, there: str, url: str, exists: bool, required: bool, kept: bool) -> None:
     simgpu.install_tree(host.root, there)
     host.make_directory("/mirror")
     if exists:
@@ -277,9 +269,7 @@ BACK: dict[str, tuple[dict[str, Any], bytes | None, str, bool, bool | None, bool
 
 
 @pytest.mark.parametrize("name", BACK)
-def test_a_loaded_driver_gives_way_to_one_that_comes_back(
-    host: FakeHost, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_restored_driver_replaces_loaded_one(host: FakeHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     values, content, loaded, in_use, back, unloads = BACK[name]
     former, asked = replace(FORMER, url="file:///mirror/x", **values), list[System]()
     host.make_directory("/mirror")

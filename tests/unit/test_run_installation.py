@@ -253,9 +253,7 @@ def test_a_driver_that_can_not_be_unloaded_is_left_to_a_reboot_if_one_helps(host
     refused(replace(CHANGE, unloading=replace(UNLOADING, boot_id="")).apply, host, tell_nobody)
 
 
-def test_an_installation_that_did_not_bring_the_driver_is_an_error(
-    host: Watched, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_installation_without_driver_is_an_error(host: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     def ends(code: int, log: str, *, lays: bool = False) -> Problem:
         def runfile(words: tuple[str, ...]) -> tuple[int, str]:
             host.write(INSTALLER_LOG, log.encode())
@@ -307,9 +305,7 @@ def test_another_file_or_a_full_disk_is_refused_before_it_runs(host: Watched, mo
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_an_undo_takes_all_away_or_names_what_failed(
-    host: Watched, fails: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undo_removes_all_or_names_the_failure(host: Watched, fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     host._lay(NEW)
     before = CHANGE.capture(host)
     for path in (*BLACKLISTS, RECORD):

@@ -372,9 +372,7 @@ def test_a_kernel_without_the_drivers_module_gets_it(host: LoadedHost, fails: bo
     assert discover(host).library_version == NEW
 
 
-def test_a_tree_of_dkms_without_source_is_named_before_anything_stops(
-    host: LoadedHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_dkms_tree_without_source_is_named_first(host: LoadedHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """dkms 3.0.10 of Debian 12: its list ends there, and so does what it builds for the next kernel."""
     lost = "/var/lib/dkms/nvidia/535.129.03"
     said = f"Error! Could not locate dkms.conf file.\nFile: {lost}/source/dkms.conf does not exist.\n"

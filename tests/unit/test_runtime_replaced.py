@@ -65,9 +65,7 @@ def test_a_start_that_began_before_ends_with_its_own_files(tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("replaced", [True, False])
-def test_programs_come_after_their_modules_and_go_before_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool
-) -> None:
+def test_programs_follow_their_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
     monkeypatch.setattr(toolkit, "compile_bytecode", lambda *_: None)
     host, paths = Host(tmp_path), (LAUNCHER_PATH, HOOK_PATH, _MODULE)
     for path in paths if replaced else ():

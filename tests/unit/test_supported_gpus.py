@@ -143,9 +143,7 @@ def test_the_test_drivers_own_list_is_found(tmp_path: Path) -> None:
     assert read_supported_gpus(System(), str(tmp_path / "absent"), 9) == {}
 
 
-def test_the_files_own_list_beats_the_table_before_anything_is_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_list_of_the_file_beats_the_table_before_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the table the host has what it needs; by the file it has a GPU that this driver has left behind."""
     host = FakeHost(tmp_path / "root", gpus=1, metal=True)
     path = simgpu.build_run(host.root)

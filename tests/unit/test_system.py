@@ -159,9 +159,7 @@ def test_run_ends_a_command_and_its_children_at_the_time_limit(monkeypatch: pyte
 
 
 @pytest.mark.parametrize("refusal", [None, PermissionError("nvidia-modprobe runs as root")])
-def test_run_does_not_wait_for_a_command_that_no_signal_ends(
-    monkeypatch: pytest.MonkeyPatch, refusal: PermissionError | None
-) -> None:
+def test_run_leaves_an_unkillable_command(monkeypatch: pytest.MonkeyPatch, refusal: PermissionError | None) -> None:
     # As nvidia-smi on a GPU that hangs, in a call that the kernel does not let go.
     def send(pid: int, number: int) -> None:
         clock.ahead += 10
@@ -423,9 +421,7 @@ def test_each_file_system_is_synced_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("number", [errno.EACCES, errno.ESTALE])
-def test_a_file_system_that_root_cannot_open_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
-) -> None:
+def test_unreadable_file_system_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """As a user's below /opt (FUSE), or one whose server has forgotten it (NFS): no run has written there."""
     opening, synced = os.open, []
 

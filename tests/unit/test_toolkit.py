@@ -149,9 +149,7 @@ def test_the_diff_of_the_runtime_names_what_changes(host: System) -> None:
 
 @pytest.mark.parametrize(("there", "stays"), [(NVIDIAS, True), (OURS, False), (None, False)])
 @pytest.mark.parametrize("captured", [True, False])
-def test_the_runtimes_undo_leaves_a_hook_that_is_nvidias_now(
-    host: System, there: bytes | None, stays: bool, captured: bool
-) -> None:
+def test_undo_keeps_a_hook_of_nvidia(host: System, there: bytes | None, stays: bool, captured: bool) -> None:
     files = ((LAUNCHER_PATH, 0o755, b"new"), *(((NVIDIA_HOOK_PATH, 0o755, OURS),) if captured else ()))
     change = InstallRuntime(files, PYTHON)
     before = change.capture(host)
@@ -279,9 +277,7 @@ def test_the_specifications_undo_restores_each_file(host: System, old_journal: b
         ("", "1.2.3", simgpu.DRIVER_VERSION, False),
     ],
 )
-def test_the_specification_follows_a_driver_that_is_loaded_and_installed(
-    host: System, present: str, before: str, loaded: str, follows: bool
-) -> None:
+def test_specification_follows_the_driver(host: System, present: str, before: str, loaded: str, follows: bool) -> None:
     host.make_directory("/etc/cdi")
     text = render_json(specification(replace(discover(host), library_version="1.2.3"))) if present else b""
     if present:

@@ -169,9 +169,7 @@ UNDOES: dict[str, tuple[list[tuple[str, ...]], str]] = {
 
 
 @pytest.mark.parametrize("name", UNDOES)
-def test_an_undo_unloads_the_driver_or_starts_its_services_again(
-    host: LoadedHost, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_undo_unloads_or_restarts_services(host: LoadedHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commands, evidence = UNDOES[name]
     if name == "a process":
         host.process(950, "python3", "/user.slice/session-3.scope")
@@ -195,9 +193,7 @@ LOADS = {
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_the_driver_on_the_disk_is_loaded_if_it_can(
-    host: LoadedHost, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_driver_on_disk_is_loaded_if_possible(host: LoadedHost, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now, asks = LOADS[name]
     if name != "the same driver":
         host._lay(NEW)
@@ -266,9 +262,7 @@ def test_users_are_gathered_by_exact_commands(host: LoadedHost, inspected: dict[
 
 
 @pytest.mark.parametrize("word", ["ps", "inspect"])
-def test_containers_are_not_taken_for_none_if_docker_hangs(
-    host: LoadedHost, monkeypatch: pytest.MonkeyPatch, word: str
-) -> None:
+def test_hanging_docker_may_have_containers(host: LoadedHost, monkeypatch: pytest.MonkeyPatch, word: str) -> None:
     facts, answer = gather(host), host._docker
     host.container("train", 900)
     monkeypatch.setattr(host, "_docker", lambda words: (124, "") if words[0] == word else answer(words))
@@ -367,9 +361,7 @@ TRIED = [
 
 
 @pytest.mark.parametrize(("on_disk", "mark", "reboot", "way"), TRIED)
-def test_a_driver_that_could_not_be_unloaded_waits(
-    facts: HostFacts, on_disk: str, mark: bytes, reboot: str, way: Way
-) -> None:
+def test_driver_that_stays_loaded_waits(facts: HostFacts, on_disk: str, mark: bytes, reboot: str, way: Way) -> None:
     facts = replace(facts, driver=replace(facts.driver, library_version=on_disk))
     there = driver(replace(facts, files={IN_USE_MARK: FileFact(mark, 0o644, 0, 0)}), {}, reboot=reboot)
     assert (running_driver.way(there), running_driver.problems(there)) == (way, ())

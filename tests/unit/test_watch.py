@@ -313,9 +313,7 @@ def test_watch_skips_while_a_run_holds_the_host(host: DoctorHost) -> None:
     assert METRICS not in there(host)
 
 
-def test_a_bundles_host_is_not_asked_for_what_only_the_bundle_has(
-    host: DoctorHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_watch_needs_no_file_of_the_bundle(host: DoctorHost, monkeypatch: pytest.MonkeyPatch) -> None:
     install(host, DAILY)
     kept = json.loads(host.read_text(STORED) or "")
     (host.root / STORED[1:]).write_text(json.dumps({**kept, "bundle": True}))

@@ -168,9 +168,7 @@ def install(host: CudaHost, **values: Any) -> Finished:
 
 
 @pytest.mark.parametrize("more", [{}, {"cuda_url": URL}])
-def test_the_bundles_run_is_installed_once_and_nothing_else_is_unpacked(
-    host: UnpackedHost, more: dict[str, str]
-) -> None:
+def test_run_file_of_a_bundle_is_installed_once(host: UnpackedHost, more: dict[str, str]) -> None:
     with_cuda(host)
     done = install(host, cuda="12.4", **more)
     assert (done.exit_code, done.changed) == (ExitCode.DONE, 2), done.problems

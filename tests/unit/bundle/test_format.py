@@ -351,9 +351,7 @@ def test_create_without_a_distribution_of_ours_is_a_wrong_call(tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_bundle_that_could_not_be_written_is_refused_before_the_downloads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unwritable_bundle_is_refused_before_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuprov.bundle_create.recipe.make_recipe", lambda *words: pytest.fail("chooses packages"))
     fifo = tmp_path / "null"
     os.mkfifo(fifo)
@@ -386,9 +384,7 @@ def test_hosts_that_name_different_tables_get_no_common_bundle(tmp_path: Path) -
     assert found.exit_code == ExitCode.USAGE and "different tables, and a bundle has one: servers" in str(found)
 
 
-def test_a_key_that_does_not_sign_is_refused_before_the_downloads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_key_without_signing_is_refused_before_downloads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gpuprov.bundle_create.create.collect", lambda *words: pytest.fail("collects"))
     monkeypatch.setattr("gpuprov.bundle_create.create.export_key", lambda *words: b"")
     words = ("bundle", "create", "--distro", "ubuntu-24.04", "--driver", "580.178.04", "-o", tmp_path / "b.tar")

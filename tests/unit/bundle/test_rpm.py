@@ -129,9 +129,7 @@ def said(host: HostFacts, *packages: str) -> str:
     [("9", "9.5", True), ("9", "10.0", False), ("9.4", "9.4", True), ("9.4", "9.5", False), ("9", "9", True),
      ("1", "10", False)],
 )  # fmt: skip
-def test_a_bundle_for_a_release_serves_its_minor_releases(
-    facts: HostFacts, made_for: str, version: str, fits: bool
-) -> None:
+def test_bundle_of_a_release_serves_minor_releases(facts: HostFacts, made_for: str, version: str, fits: bool) -> None:
     manifest = dataclasses.replace(MANIFEST, version=made_for)
     assert ("this host is another" not in said(on_host(facts, version, manifest))) is fits
 

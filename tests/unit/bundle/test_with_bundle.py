@@ -245,9 +245,7 @@ def test_a_run_has_what_its_changes_need_and_nothing_stays(
 
 @pytest.mark.parametrize("query", ["", (1, "", "dpkg-query: error")])
 @pytest.mark.parametrize("keep", [True, False])
-def test_the_drivers_packages_are_kept_if_that_is_wanted_and_possible(
-    tmp_path: Path, keep: bool, query: Answer
-) -> None:
+def test_driver_packages_are_kept_if_wanted_and_possible(tmp_path: Path, keep: bool, query: Answer) -> None:
     host = Host(tmp_path)
     host.query = query or host.query
     write_test_bundle(tmp_path / "root/bundle.tar", replace(MANIFEST, packages=(PACKAGE,)), CONTENT)

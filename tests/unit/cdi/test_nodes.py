@@ -63,9 +63,7 @@ def test_a_group_that_the_driver_is_told_of_is_the_nodes(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("there", "left"), [(None, None), ((195, 0), None), ((195, 7), (195, 7))])
-def test_a_node_that_the_units_of_the_run_made_goes_with_it(
-    tmp_path: Path, there: tuple[int, int] | None, left: tuple[int, int] | None
-) -> None:
+def test_undo_removes_unit_nodes(tmp_path: Path, there: tuple[int, int] | None, left: tuple[int, int] | None) -> None:
     """A node of other numbers was there before the plan, one of the same numbers was not."""
     host = System(str(tmp_path))
     (tmp_path / "dev").mkdir()

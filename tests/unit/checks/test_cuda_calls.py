@@ -63,9 +63,7 @@ def test_a_kernel_that_fails_is_told_with_its_call(computing: Path, fault: str, 
 
 
 @pytest.mark.parametrize(("mode", "is_busy"), [("0", False), ("1", True), ("2", False), ("3", True)])
-def test_a_gpu_is_unavailable_for_other_programs_in_exclusive_modes_only(
-    computing: Path, mode: str, is_busy: bool
-) -> None:
+def test_only_exclusive_modes_keep_other_programs_out(computing: Path, mode: str, is_busy: bool) -> None:
     """In the default mode programs share a GPU, and a broken one is unavailable too; mode 2 prohibits all."""
     seen = "cuDevicePrimaryCtxRetain gives 46"
     kernel = Kernel(left_out=f"GPU 0 is busy: {seen}") if is_busy else Kernel(wrong=f"GPU 0: {seen}", gpus=2)

@@ -276,9 +276,7 @@ def test_an_image_without_python_leaves_the_calls_out_and_says_so(case: Case) ->
         ("/lib64/ld-linux-x86-64.so.2", "the container exited 127: no such file"),
     ],
 )
-def test_a_container_that_does_not_start_is_explained_by_its_image(
-    case: Case, tmp_path: Path, loader: str, reason: str
-) -> None:
+def test_failed_start_is_explained_by_the_image(case: Case, tmp_path: Path, loader: str, reason: str) -> None:
     case.host.answers["start"] = (127, "", "no such file")
     (tmp_path / "bare").mkdir()
     case.in_container = Image(tmp_path / "bare", loader)

@@ -65,9 +65,7 @@ def test_only_what_is_examined_of_an_archive_is_unpacked(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("limit", [{"MOST_ENTRIES": 2}, {"MOST_BYTES": 9}])
-def test_an_archive_with_too_much_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]
-) -> None:
+def test_oversized_archive_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: dict[str, int]) -> None:
     members = ("a/libcuda.so.1", b"12345"), ("b/libcuda.so.1", b"1234"), ("c", "b")
     unpack(archive(*members[:2]), str(tmp_path))
     for name, most in limit.items():

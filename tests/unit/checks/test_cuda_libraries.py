@@ -265,9 +265,7 @@ def test_a_management_library_of_another_version_is_named(image: Image) -> None:
 
 
 @pytest.mark.parametrize(("container", "step"), [("", "reboot, or run `gpuprov install`"), ("lxc", "run `gpuprov ins")])
-def test_on_a_host_the_installed_drivers_only_library_is_never_to_be_removed(
-    image: Image, container: str, step: str
-) -> None:
+def test_only_library_of_the_installed_driver_is_kept(image: Image, container: str, step: str) -> None:
     image.library(DRIVER, "580.178.04")
     image.library(DRIVER, "580.178.04", "libnvidia-ml")
     image.add("/run/systemd/container", container.encode())
@@ -362,9 +360,7 @@ def test_a_host_without_a_specification_adds_nothing(image: Image, tmp_path: Pat
     ]  # fmt: skip
 
 
-def test_the_folder_lib64_of_an_arm64_image_makes_it_no_x86_64_image(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lib64_of_an_arm64_image_is_not_x86_64(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """cuda-compat's libraries enter the loader's cache as libraries for arm64."""
     monkeypatch.setattr(links, "HOST_FLAGS", FLAGS["aarch64"])
     folder, compat = "/usr/lib/aarch64-linux-gnu", "/usr/local/cuda/compat"

@@ -89,9 +89,7 @@ def test_an_image_that_nobody_has_is_a_wrong_call(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("ends", [(124, "stopped after 60 s"), (1, "Cannot connect to the Docker daemon at unix:///…")])
-def test_an_engine_that_does_not_answer_may_have_the_container(
-    ends: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_engine_may_have_the_container(ends: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
     def run(system: System, argv: tuple[str, ...], **options: Any) -> Completed:

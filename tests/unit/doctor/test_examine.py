@@ -226,9 +226,7 @@ def test_a_users_own_docker_that_has_the_runtime_is_no_trouble(host: DoctorHost)
 
 
 @pytest.mark.parametrize("closed", ["/home/ann/.config/docker/daemon.json", "/run/user/1000/docker.sock"])
-def test_what_a_user_closes_to_root_ends_no_examination(
-    host: DoctorHost, closed: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_files_end_no_examination(host: DoctorHost, closed: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A home on NFS (root_squash), or a file system of the user's own (FUSE)."""
     (host.root / "run/user/1000").mkdir(parents=True)
     (host.root / "etc/passwd").write_text("ann:x:1000:1000::/home/ann:/bin/sh\n")

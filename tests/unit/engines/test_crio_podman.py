@@ -67,9 +67,7 @@ def configured(system: System, request: ConfigureRequest) -> dict[str, Any]:
         ),
     ],
 )
-def test_crio_gets_a_drop_in_with_the_default_runtimes_options(
-    tmp_path: Path, files: dict[str, str], entry: dict[str, Any]
-) -> None:
+def test_crio_drop_in_has_default_runtime_options(tmp_path: Path, files: dict[str, str], entry: dict[str, Any]) -> None:
     found = configured(host(tmp_path, files), ConfigureRequest("crio", RUNTIME))
     assert found == {
         "crio": {"runtime": {"runtimes": {"nvidia": {**entry, "runtime_path": "/usr/bin/x", "runtime_type": "oci"}}}}

@@ -193,9 +193,7 @@ def test_only_engines_that_are_asked_for_are_looked_at(host: Host) -> None:
         ({"docker": "none", "engines": ["containerd"]}, True, ("containerd",)),
     ],
 )
-def test_without_docker_the_installed_engines_are_meant(
-    host: Host, values: dict[str, Any], dockerd: bool, expected: tuple[str, ...]
-) -> None:
+def test_default_without_docker(host: Host, values: dict[str, Any], dockerd: bool, expected: tuple[str, ...]) -> None:
     if dockerd:
         (host.root / "usr/bin/dockerd").touch(0o755)
     assert names(host, parse_spec(values)) == expected
@@ -256,9 +254,7 @@ def test_what_makes_a_host_a_kubernetes_node(
         (("kubelet",), {"engines": ["crio", "k3s"]}, {"containerd", "k3s"}),
     ],
 )
-def test_which_engines_may_not_be_restarted(
-    of_kubernetes: tuple[str, ...], values: dict[str, Any], kept: set[str]
-) -> None:
+def test_engines_without_restart(of_kubernetes: tuple[str, ...], values: dict[str, Any], kept: set[str]) -> None:
     facts = {name: EngineFacts(f"/usr/bin/{name}") for name in ("containerd", "crio", "k3s")}
     assert kept_running(facts, of_kubernetes, parse_spec({"docker": "none", **values})) == kept
 
@@ -424,9 +420,7 @@ def test_it_is_restarted_where_that_is_asked_for(tmp_path: Path, name: str) -> N
 
 
 @pytest.mark.parametrize(("asked", "restarts"), [(False, []), (True, ["k3s-agent.service"])])
-def test_files_that_it_has_not_read_yet_are_read_by_a_restart_that_is_asked_for(
-    tmp_path: Path, asked: bool, restarts: list[str]
-) -> None:
+def test_requested_restart_reads_changed_files(tmp_path: Path, asked: bool, restarts: list[str]) -> None:
     node = Node(tmp_path, "k3s")
     for change in changes(node, "k3s"):
         change.apply(node, lambda *_: None)
@@ -482,9 +476,7 @@ def test_a_distribution_is_configured_only_if_it_is_named(tmp_path: Path) -> Non
         ("2.1.9", "", False),
     ],
 )
-def test_cdi_is_switched_on_in_containerd_1_7_unless_somebody_has_decided(
-    version: str, text: str, enabled: bool
-) -> None:
+def test_containerd_1_7_gets_cdi_unless_it_is_configured(version: str, text: str, enabled: bool) -> None:
     main = "/etc/containerd/config.toml"
     config = f'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n{text}'.encode()
     facts = EngineFacts(

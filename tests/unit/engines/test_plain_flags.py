@@ -147,7 +147,5 @@ def test_a_quadlet() -> None:
         ((Device("/dev/a b", "/dev/a b"),), (), 'AddDevice="/dev/a b:/dev/a b:rwm"'),
     ],
 )
-def test_a_value_in_a_quadlet_stays_one_word(
-    devices: tuple[Device, ...], environment: tuple[str, ...], line: str
-) -> None:
+def test_quadlet_value_is_one_word(devices: tuple[Device, ...], environment: tuple[str, ...], line: str) -> None:
     assert quadlet(PlainFlags(devices, (), environment, (), ())).splitlines() == ["[Container]", line]

@@ -112,9 +112,7 @@ def test_a_host_is_compared_with_its_own_last_accepted_result(tmp_path: Path, mo
     assert found_in(accepted.compared((one,), accepted.read_records(), ("other.ini",))) == []
 
 
-def test_hosts_of_one_name_in_two_inventories_keep_their_own_results(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_host_name_in_two_inventories_has_two_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     paths: list[Path] = []
     for number, (inventory, code) in enumerate(
@@ -214,9 +212,7 @@ def problem_of_a_full_disk() -> None:
     raise GpuprovError("no room")
 
 
-def test_sites_whose_inventories_have_the_same_name_are_not_compared(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_inventories_of_the_same_name_are_not_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setattr(
         Fleet, "run", lambda _, hosts, *__: (HostResult(hosts[0].name, ExitCode.DONE, measured=gpus(0)),)

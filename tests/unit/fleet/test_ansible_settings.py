@@ -66,9 +66,7 @@ def test_settings_of_the_connection_hold_unless_the_inventory_has_its_own(tmp_pa
     ("[ssh_connection]\nhost_key_checking=False\n", "lab-a ansible_host_key_checking=true", []),
     ("", "lab-a ansible_ssh_host_key_checking=false", [["StrictHostKeyChecking", "no"]]),
 ])  # fmt: skip
-def test_host_key_checking_of_ansible_is_an_option_of_ssh(
-    tmp_path: Path, settings: str, hosts: str, options: list[list[str]]
-) -> None:
+def test_ansible_host_key_checking(tmp_path: Path, settings: str, hosts: str, options: list[list[str]]) -> None:
     assert read(tmp_path, settings, f"{hosts}\n")["ssh_options"] == options
 
 

@@ -187,9 +187,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("identifier", "files", "what"), WRONG, ids=[what for *_, what in WRONG])
-def test_run_that_is_not_there_or_broken_is_said_so(
-    state: Path, identifier: str, files: dict[str, str], what: str
-) -> None:
+def test_missing_or_broken_run_is_named(state: Path, identifier: str, files: dict[str, str], what: str) -> None:
     state.mkdir(parents=True)
     for name, text in files.items():
         (state / f"{name}.json").write_text(text)

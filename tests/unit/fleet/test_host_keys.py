@@ -85,9 +85,7 @@ def test_a_key_that_the_system_knows_another_of_is_refused_too(user: Path, syste
 
 @pytest.mark.parametrize("accept_new", [False, True])
 @pytest.mark.parametrize("revoked_in", ["user", "system"])
-def test_a_revoked_key_is_refused_even_if_it_is_known(
-    user: Path, system: Path, revoked_in: str, accept_new: bool
-) -> None:
+def test_revoked_key_is_refused_even_if_known(user: Path, system: Path, revoked_in: str, accept_new: bool) -> None:
     user.write_text(line(FIRST))
     place = user if revoked_in == "user" else system
     with place.open("a") as file:

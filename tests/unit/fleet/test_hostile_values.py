@@ -122,9 +122,7 @@ def all_outputs(results: tuple[HostResult, ...], folder: Path) -> str:
 
 
 @pytest.mark.parametrize("event", RUN, ids=lambda event: type(event).__name__)
-def test_one_hosts_nonsense_is_that_hosts_failure(
-    event: Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nonsense_of_one_host_fails_only_it(event: Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     lines = [to_line(one) for one in RUN]
     place = RUN.index(event)

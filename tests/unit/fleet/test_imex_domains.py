@@ -217,9 +217,7 @@ def test_a_domain_that_has_begun_goes_on_as_a_whole(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("drains", [False, True])
-def test_hosts_of_a_domain_that_has_failed_do_not_begin(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, drains: bool
-) -> None:
+def test_hosts_of_a_failed_domain_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, drains: bool) -> None:
     """Domain b has two places while a-2 runs: b-1 fails, b-2 runs (or is only looked at), b-3 has not begun."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     ran, second, ended = list[str](), threading.Event(), defaultdict[str, threading.Event](threading.Event)
@@ -263,9 +261,7 @@ def test_hosts_of_a_domain_that_has_failed_do_not_begin(
     assert "the IMEX domain b " in results[2].problems[-1].what
 
 
-def test_a_domain_with_a_host_that_can_not_be_changed_is_left_as_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_domain_with_an_unchangeable_host_is_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[tuple[str, bool]] = []
 
     def run_host(fleet: Fleet, request: Request, target: HostTarget, sink: Sink) -> None:

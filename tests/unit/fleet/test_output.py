@@ -163,9 +163,7 @@ class Tty(io.StringIO):
 
 
 @pytest.mark.parametrize(("stream", "shown"), [(Tty(), "\rwork: 0 %\rwork: 50 %\r          \r"), (io.StringIO(), "")])
-def test_percentage_shows_each_hundredth_once_and_only_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: str
-) -> None:
+def test_percentage_is_shown_on_a_terminal(monkeypatch: pytest.MonkeyPatch, stream: io.StringIO, shown: str) -> None:
     monkeypatch.setattr("sys.stderr", stream)
     show = percentage("work:")
     for done in (1, 2, 500, 501, 1000):

@@ -353,9 +353,7 @@ def test_check_shows_the_plan_and_its_diff(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("events", [(), (Planned(()),)])
 @pytest.mark.parametrize("check", [True, False])
-def test_host_whose_plan_disturbs_nothing_is_shown_as_ever(
-    tmp_path: Path, events: tuple[Event, ...], check: bool
-) -> None:
+def test_plan_without_disruption_is_shown_as_usual(tmp_path: Path, events: tuple[Event, ...], check: bool) -> None:
     host = Host(tmp_path, "exit 1")
     host.events = events
     assert host.run(replace(REQUEST, check=check)).summary == "install"

@@ -315,9 +315,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("rollout", "failing", "forks", "begin", "said"), FAILURES, ids=range(len(FAILURES)))
-def test_batch_with_too_many_failures_is_the_last(
-    rollout: Rollout, failing: str, forks: int, begin: str, said: str
-) -> None:
+def test_too_many_failures_end_the_run(rollout: Rollout, failing: str, forks: int, begin: str, said: str) -> None:
     begun, results = in_order(rollout, failing, forks)
     assert "".join(sorted(begun)) == begin
     assert [result.begun for result in results] == [host.name[-1] in begin for host in HOSTS]

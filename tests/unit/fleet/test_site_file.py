@@ -93,9 +93,7 @@ def _folder(file: Path) -> None:
     ],
     ids=["pipe", "folder", "binary", "deep", "broken"],
 )
-def test_a_file_without_variables_is_refused_by_options_too(
-    file: Path, spoil: Callable[[Path], None], what: str, step: str
-) -> None:
+def test_options_refuse_file_without_variables(file: Path, spoil: Callable[[Path], None], what: str, step: str) -> None:
     spoil(file)
     for call in (lambda: inventory_of(Options("install")), reference.as_text):
         with pytest.raises(UsageError, match=what) as raised:

@@ -454,9 +454,7 @@ def test_of_several_packages_the_first_that_a_repository_has_is_enough(tmp_path:
         ((), "this system is not supported", "supported are: Debian 11"),
     ],
 )
-def test_a_host_that_gpuprov_would_refuse_gets_no_python(
-    os_release: tuple[str, ...], what: str, next_step: str
-) -> None:
+def test_refused_host_gets_no_python(os_release: tuple[str, ...], what: str, next_step: str) -> None:
     probe = without_python(*os_release)
     with pytest.raises(GpuprovError) as caught:
         bootstrap_script(probe)

@@ -112,9 +112,7 @@ def verdict(code: bytes, kind: int, access: int, major: int, minor: int) -> int:
         (CHARACTER, WRITE, 4_000_000, 1_048_575, True),
     ],
 )
-def test_what_is_allowed_is_allowed_and_all_else_is_asked_of_the_old_program(
-    kind: int, access: int, major: int, minor: int, allowed: bool
-) -> None:
+def test_new_rules_come_before_the_old_program(kind: int, access: int, major: int, minor: int, allowed: bool) -> None:
     assert verdict(program(NODES, LOADS + DENY + EXIT), kind, access, major, minor) == int(allowed)
     assert verdict(program(NODES, LOADS + ALLOW + EXIT), kind, access, major, minor) == 1
     assert verdict(program([], LOADS + DENY + EXIT), kind, access, major, minor) == 0
@@ -180,9 +178,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_a_program_that_systemd_replaces_meanwhile_is_looked_for_again(
-    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_replaced_program_is_looked_up_again(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`systemctl daemon-reload` between the query and the attachment: the start failed with ENOENT."""
     monkeypatch.setattr(device_cgroup, "cgroup_of", lambda cgroups, mounts: (2, str(tmp_path)))
     made = kernel(systemd=2)
@@ -194,9 +190,7 @@ def test_a_program_that_systemd_replaces_meanwhile_is_looked_for_again(
     assert device_cgroup.programs(str(tmp_path)) == [LOADS + DENY + EXIT]
 
 
-def test_programs_that_never_stay_end_the_start_with_a_sentence(
-    kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ever_changing_programs_fail_the_start(kernel: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_cgroup, "cgroup_of", lambda cgroups, mounts: (2, str(tmp_path)))
     kernel(systemd=1000)
     with pytest.raises(Refused, match="can't be changed: bpf command 13: No such file"):

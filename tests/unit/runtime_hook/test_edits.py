@@ -202,9 +202,7 @@ def test_network_devices_and_resource_control_go_where_runc_looks() -> None:
         (["ro"], "tmpfs", ["ro"]),
     ],
 )
-def test_in_a_user_namespace_bind_mounts_are_mapped_where_asked_for(
-    options: list[str], kind: str, wanted: list[str]
-) -> None:
+def test_user_namespace_maps_bind_mounts_on_request(options: list[str], kind: str, wanted: list[str]) -> None:
     one = {"hostPath": "/x", "containerPath": "/y", "options": options, "type": kind}
     inside = {"linux": {"namespaces": [{"type": "user"}]}}
     assert edited(copy.deepcopy(inside), {"mounts": [one]}, idmap=True)["mounts"][0]["options"] == wanted

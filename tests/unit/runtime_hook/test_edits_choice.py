@@ -93,9 +93,7 @@ def test_each_capability_brings_its_nodes_files_and_links(
     assert {path.rpartition("/")[2] for _, path in got.links} == links
 
 
-def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
-    tmp_path: Path, common: dict[str, Any]
-) -> None:
+def test_files_need_a_capability_and_nodes_a_device(tmp_path: Path, common: dict[str, Any]) -> None:
     bare = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", "NVIDIA_DRIVER_CAPABILITIES=,")
     assert (names(bare), paths(bare), bare.links) == (set(), ["/dev/nvidiactl", "/dev/nvidia0"], [])
     files = chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=none")
@@ -103,9 +101,7 @@ def test_without_a_capability_there_is_no_file_and_without_a_device_no_node(
     assert "libcuda.so.550" in names(files)
 
 
-def test_our_own_hook_becomes_links_and_others_stay_with_an_environment_of_their_own(
-    tmp_path: Path, common: dict[str, Any]
-) -> None:
+def test_own_hook_becomes_links_and_others_keep_their_environment(tmp_path: Path, common: dict[str, Any]) -> None:
     common["hooks"] += [
         {"hookName": "createContainer", "path": "/usr/bin/nvidia-cdi-hook", "args": ["nvidia-cdi-hook", "x"]},
         {"hookName": "prestart", "path": "/opt/x", "env": ["B=1"]},
@@ -199,9 +195,7 @@ def test_libraries_go_where_the_images_loader_searches(
         ("NVIDIA_GDRCOPY=enabled", "no CDI specification of nvidia.com/gdrcopy"),
     ],
 )
-def test_what_is_asked_for_beside_gpus_and_not_there_is_refused(
-    tmp_path: Path, common: dict[str, Any], environment: str, says: str
-) -> None:
+def test_missing_extra_device_is_refused(tmp_path: Path, common: dict[str, Any], environment: str, says: str) -> None:
     with pytest.raises(Refused, match=says):
         chosen(tmp_path, common, "NVIDIA_VISIBLE_DEVICES=0", environment)
 
@@ -224,9 +218,7 @@ def test_a_specification_that_is_none_is_refused_by_its_path(tmp_path: Path, bro
         chosen(tmp_path, broken)
 
 
-def test_a_device_of_another_kind_needs_no_specification_of_ours(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_kind_of_device_needs_no_own_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "is_served", lambda folder: True)
     device = {"name": "0", "containerEdits": {"deviceNodes": [node("/dev/net0", 0)]}}
     document = {"cdiVersion": "0.5.0", "kind": "vendor.com/net", "containerEdits": {}, "devices": [device]}

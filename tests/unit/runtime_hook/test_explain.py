@@ -144,9 +144,7 @@ def of_bundle(settings: Path, bundle: Path) -> dict[str, Any]:
         ("/mnt", ".", "the container's root file system can't be used"),
     ],
 )
-def test_a_volume_that_has_a_container_refused_is_named(
-    settings: Path, tmp_path: Path, destination: str, link: str, refused: str
-) -> None:
+def test_refused_volume_is_named(settings: Path, tmp_path: Path, destination: str, link: str, refused: str) -> None:
     """With the runtime's own words."""
     volume: dict[str, Any] = {
         "destination": destination,
@@ -181,9 +179,7 @@ def test_a_volume_that_has_a_container_refused_is_named(
         ('{"process": {"env": ["NVIDIA_VISIBLE_DEVICES=0"]}, "root": {"path": "absent"}}', "can't be opened"),
     ],
 )
-def test_what_the_runtime_refuses_is_explained_in_its_words(
-    settings: Path, tmp_path: Path, config: str, says: str
-) -> None:
+def test_refusal_is_explained_as_by_the_runtime(settings: Path, tmp_path: Path, config: str, says: str) -> None:
     bundle = bundle_with(tmp_path)
     (bundle / "config.json").write_text(config)
     with pytest.raises(Refused, match=says) as caught:
@@ -193,9 +189,7 @@ def test_what_the_runtime_refuses_is_explained_in_its_words(
 
 @pytest.mark.root
 @pytest.mark.parametrize("compat", [False, True])
-def test_a_volume_over_the_loaders_cache_is_told_and_refused_only_with_compatibility_libraries(
-    settings: Path, tmp_path: Path, compat: bool
-) -> None:
+def test_volume_over_loader_cache_is_refused_only_for_compat(settings: Path, tmp_path: Path, compat: bool) -> None:
     bundle = bundle_with(tmp_path, {"destination": "/etc", "type": "bind", "source": str(tmp_path / "host")})
     if compat:
         folder = bundle / "rootfs/usr/local/cuda/compat"

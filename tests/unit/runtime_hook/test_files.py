@@ -55,9 +55,7 @@ def test_a_link_on_the_way_counts_if_it_is_roots_where_nobody_else_writes(shared
     ("folder_owner", "owner", "trusted"), [(0, 0, True), (120, 120, True), (0, 120, True), (120, 121, False),
     (1000, 1000, False), (1000, 0, False)],
 )  # fmt: skip
-def test_persistenceds_socket_may_belong_to_its_account(
-    tmp_path: Path, folder_owner: int, owner: int, trusted: bool
-) -> None:
+def test_persistenced_account_may_own_socket(tmp_path: Path, folder_owner: int, owner: int, trusted: bool) -> None:
     folder = tmp_path / "run/nvidia-persistenced"
     folder.mkdir(parents=True)
     with socket.socket(socket.AF_UNIX) as made:

@@ -102,9 +102,7 @@ def test_another_driver_later_leaves_as_many_files(tmp_path: Path) -> None:
         pytest.param(("580.65.06",), "", False, id="driver unknown"),
     ],
 )
-def test_compatibility_libraries_count_when_and_only_when_they_are_newer(
-    tmp_path: Path, versions: tuple[str, ...], driver: str, used: bool
-) -> None:
+def test_only_newer_compat_libraries_count(tmp_path: Path, versions: tuple[str, ...], driver: str, used: bool) -> None:
     compatibility(tmp_path, *versions)
     given = edits()
     given.host_driver = driver

@@ -111,9 +111,7 @@ def require_clean(bundle: Bundle) -> None:
 
 @example(path=("containerEdits", "deviceNodes", 0, "major"), value=1 << 31)
 @given(path=st.sampled_from(list(places(SPECIFICATION))), value=WRONG)
-def test_a_wrong_value_anywhere_in_a_specification_is_one_clean_line(
-    bundle: Bundle, path: tuple[Any, ...], value: Any
-) -> None:
+def test_wrong_value_in_a_specification_is_one_line(bundle: Bundle, path: tuple[Any, ...], value: Any) -> None:
     bundle.specification.write_text(json.dumps(replaced(SPECIFICATION, path, value)))
     bundle.config.write_text(json.dumps(CONFIG))
     require_clean(bundle)
@@ -137,9 +135,7 @@ def node_of(node: dict[str, Any]) -> dict[str, Any]:
     path=st.sampled_from([path for path in places(CONFIG) if path[:2] not in ((), ("root",), ("root", "path"))]),
     value=WRONG,
 )
-def test_a_wrong_value_anywhere_in_config_json_is_one_clean_line(
-    bundle: Bundle, path: tuple[Any, ...], value: Any
-) -> None:
+def test_wrong_value_in_config_json_is_one_line(bundle: Bundle, path: tuple[Any, ...], value: Any) -> None:
     bundle.specification.write_text(json.dumps(SPECIFICATION))
     bundle.config.write_text(json.dumps(replaced(CONFIG, path, value)))
     require_clean(bundle)
@@ -149,9 +145,7 @@ DEEP = 100_000
 
 
 @pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
-def test_deep_nesting_is_one_clean_line_everywhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, end: str
-) -> None:
+def test_deep_nesting_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, end: str) -> None:
     deep = begin * DEEP + "1" + end * DEEP
     with pytest.raises(ValueError, match="nested too deeply"):
         jsonio.loads(deep)

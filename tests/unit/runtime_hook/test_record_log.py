@@ -19,9 +19,7 @@ def settings(debug: str, level: str = "info") -> Settings:
     return Settings({f"{RUNTIME}.debug": debug, f"{RUNTIME}.log-level": level})
 
 
-def test_a_thousand_records_of_containers_stay_and_no_large_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_thousand_records_stay_and_no_large_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record, "FOLDER", str(tmp_path / "containers"))
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle/config.json").touch()

@@ -95,9 +95,7 @@ def test_swarm_resources_replace_the_usual_variable(names: str, environment: str
         ("CAP_SYS_ADMIN", None),
     ],
 )
-def test_where_unprivileged_containers_may_not_ask_privileged_ones_may(
-    capabilities: object, devices: list[str] | None
-) -> None:
+def test_privileged_containers_may_ask_where_others_not(capabilities: object, devices: list[str] | None) -> None:
     config = config_of("NVIDIA_VISIBLE_DEVICES=0", capabilities=capabilities)
     assert devices_of(config, ENVVAR_REFUSED) == devices
     assert devices_of(config) == ["0"]
@@ -127,9 +125,7 @@ def test_where_unprivileged_containers_may_not_ask_privileged_ones_may(
         ((), ["9"]),
     ],
 )
-def test_mounts_of_dev_null_name_devices_where_settings_accept_them(
-    mounts: tuple[str, ...], devices: list[str]
-) -> None:
+def test_mounts_of_dev_null_name_devices_if_accepted(mounts: tuple[str, ...], devices: list[str]) -> None:
     config = config_of("NVIDIA_VISIBLE_DEVICES=9", *(f"{MOUNT_ROOT}/{name}" for name in mounts))
     assert devices_of(config, MOUNTS_ACCEPTED) == devices
     assert devices_of(config) == ["9"]
@@ -249,9 +245,7 @@ def test_who_asks_for_no_gpu_is_refused_nothing(environment: str) -> None:
         ("nonsense", SYS_ADMIN, True),
     ],
 )
-def test_what_privilege_is_depends_on_the_specifications_version(
-    version: str, capabilities: object, privileged: bool
-) -> None:
+def test_privilege_depends_on_specification_version(version: str, capabilities: object, privileged: bool) -> None:
     config = {**config_of("NVIDIA_VISIBLE_DEVICES=0", capabilities=capabilities), "ociVersion": version}
     assert parse_request(config, Settings({})).privileged is privileged
 
@@ -415,9 +409,7 @@ DEFAULT_KIND = {"nvidia-container-runtime.modes.cdi.default-kind": "vendor.com/s
         ({"annotations": {"cdi.k8s.io/x": "vendor.com/storage=admin"}}, {}, True),
     ],
 )
-def test_a_container_itself_may_name_nvidias_devices_and_those_of_the_configuration(
-    config: dict[str, Any], settings: dict[str, Any], allowed: bool
-) -> None:
+def test_container_may_name_devices(config: dict[str, Any], settings: dict[str, Any], allowed: bool) -> None:
     if allowed:
         assert devices_of(config, settings)
         return

@@ -46,9 +46,7 @@ def listing(folder: Path) -> list[str]:
         ("root", "/", "/root/root/root/usr/lib", "/usr/lib"),
     ],
 )
-def test_links_are_resolved_inside_the_root(
-    tree: Path, root: Root, link: str, target: str, path: str, ends: str
-) -> None:
+def test_links_resolve_inside_the_root(tree: Path, root: Root, link: str, target: str, path: str, ends: str) -> None:
     (tree / "lib2").symlink_to("/usr/lib")
     (tree / link).symlink_to(target)
     assert root.real_path(path) == ends
@@ -71,9 +69,7 @@ def test_a_link_that_leads_out_ends_inside(tree: Path, root: Root, outside: Path
 
 @pytest.mark.root
 @pytest.mark.parametrize("target", ["{outside}/secret", "../../outside/secret", "/proc/self/root{outside}/secret"])
-def test_a_file_behind_a_link_that_leads_out_is_not_read_and_is_replaced(
-    tree: Path, root: Root, outside: Path, target: str
-) -> None:
+def test_file_behind_an_outward_link_is_replaced_unread(tree: Path, root: Root, outside: Path, target: str) -> None:
     (tree / "etc/ld.so.cache").symlink_to(target.format(outside=outside))
     assert root.read_file("/etc/ld.so.cache", 100) is None
     root.write_file("/etc/ld.so.cache", b"ours", 0o644)
@@ -178,9 +174,7 @@ print(Root(sys.argv[1]).read_file("/etc/file", 100))
         (["/rootfs/etc"], "/etc", "/rootfs/etc"),
     ],
 )  # fmt: skip
-def test_a_volume_that_is_not_mounted_yet_covers_what_its_destination_leads_to(
-    tree: Path, root: Root, destinations: list[str], path: str, says: str | None
-) -> None:
+def test_unmounted_volume_counts(tree: Path, root: Root, destinations: list[str], path: str, says: str | None) -> None:
     if says and says.startswith("/rootfs"):
         (tree / "rootfs").mkdir()
         (tree / "etc").rmdir()
@@ -226,9 +220,7 @@ def test_links_are_seen_as_they_will_be_with_the_volumes_mounted(tree: Path, roo
 @pytest.mark.root
 @pytest.mark.parametrize("source", ["{tree}", "{outside}"])
 @pytest.mark.parametrize("place", ["etc", "etc/deep/er", "usr/lib"])
-def test_another_mount_in_the_root_takes_nothing_though_its_device_is_the_same(
-    tree: Path, outside: Path, place: str, source: str
-) -> None:
+def test_mount_of_the_same_device_takes_nothing(tree: Path, outside: Path, place: str, source: str) -> None:
     """Also the root's own folder, mounted inside of itself."""
     (tree / place).mkdir(parents=True, exist_ok=True)
     (tree / "link").symlink_to(place)

@@ -160,9 +160,7 @@ def test_a_file_that_comes_in_pieces_is_read_whole(tree: Path, root: Root, monke
     assert root.read_file("/etc/file", 999) is None
 
 
-def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
-    tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_growing_file_is_not_read_forever(tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     (tree / "etc/file").write_bytes(b"x")
     reads: list[int] = []
 
@@ -193,9 +191,7 @@ def test_a_file_that_grows_while_it_is_read_is_not_read_for_ever(
         ("/etc/link", "../etc/link", None),
     ],
 )
-def test_a_files_link_is_followed_inside_the_root(
-    tree: Path, root: Root, path: str, target: str, found: bytes | None
-) -> None:
+def test_file_link_resolves_inside_root(tree: Path, root: Root, path: str, target: str, found: bytes | None) -> None:
     for name, content in (("file", b"of the root"), ("etc/file", b"of etc"), ("usr/lib/file", b"of lib")):
         (tree / name).write_bytes(content)
     (tree / path.lstrip("/")).symlink_to(target)
@@ -316,9 +312,7 @@ def test_a_folder_is_made_only_where_something_is_put_into_it(tree: Path, root: 
     assert (tree / "made/later/file").exists()
 
 
-def test_a_folder_that_another_start_makes_at_the_same_moment_is_used(
-    tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_made_by_another_start_is_used(tree: Path, root: Root, monkeypatch: pytest.MonkeyPatch) -> None:
     make = os.mkdir
 
     def made_by_another(name: str, mode: int, dir_fd: int) -> None:
@@ -330,9 +324,7 @@ def test_a_folder_that_another_start_makes_at_the_same_moment_is_used(
     assert (tree / "opt/file").read_bytes() == b"ours"
 
 
-def test_the_owner_of_a_folder_that_is_swapped_for_a_link_as_soon_as_it_is_made_goes_nowhere_else(
-    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_swapped_folder_changes_no_owner_elsewhere(tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     make = os.mkdir

@@ -84,9 +84,7 @@ def test_a_mount_that_is_allowed_takes_files_and_no_other_does(mounted: Root, ho
 
 
 @pytest.mark.parametrize("what", ["a file", "a link"])
-def test_a_name_that_is_a_mount_itself_is_not_replaced_and_the_volume_is_named(
-    mounted: Root, tree: Path, host: Path, what: str
-) -> None:
+def test_mounted_name_is_kept_and_its_volume_named(mounted: Root, tree: Path, host: Path, what: str) -> None:
     """The kernel refuses the rename (EBUSY): the folder around it is the root's."""
     mounted.volume_over = lambda path: f"the volume at {path}"
     with pytest.raises(OSError, match="the volume at /etc/file") as caught:
@@ -123,9 +121,7 @@ def test_a_folder_of_a_volume_to_come_is_refused_though_its_mount_is_the_roots(c
 
 
 @pytest.mark.parametrize("kind", ["file", "pipe"])
-def test_a_volume_to_come_that_is_no_folder_is_not_opened_as_one(
-    covered: Root, host: Path, tmp_path: Path, kind: str
-) -> None:
+def test_file_volume_to_come_is_not_opened_as_folder(covered: Root, host: Path, tmp_path: Path, kind: str) -> None:
     """Opening a pipe would wait for its writer."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "file").write_text("the host's")

@@ -160,9 +160,7 @@ def test_the_system_bus_is_greeted_and_signals_are_passed_over(systemd: Any) -> 
         ([message(RETURN)[:9]], b"OK 1\r\n", "ends the connection"),
     ],
 )
-def test_a_systemd_that_answers_oddly_is_an_error_with_its_words(
-    systemd: Any, answers: list[bytes], welcome: bytes, said: str
-) -> None:
+def test_odd_answer_of_systemd_is_an_error(systemd: Any, answers: list[bytes], welcome: bytes, said: str) -> None:
     systemd(*answers, welcome=welcome)
     with pytest.raises(OSError, match=said):
         device_cgroup.tell(UNIT, NODES)
@@ -201,9 +199,7 @@ def test_a_systemd_that_drips_does_not_hold_a_start(tmp_path: Path, monkeypatch:
             thread.join(10)
 
 
-def test_a_container_starts_without_systemd_and_the_log_says_what_it_will_lose(
-    systemd: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_start_without_systemd_logs_the_loss(systemd: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(prestart, "allow", lambda pid, nodes: f"/sys/fs/cgroup/system.slice/{UNIT}")
     own = tmp_path / "own.toml"
     own.write_text(f"[nvidia-container-runtime]\ndebug = '{tmp_path}/log'\n")

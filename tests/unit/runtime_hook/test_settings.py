@@ -266,9 +266,7 @@ def test_one_that_is_gone_since_gives_way_to_the_next(deployed: Deployed, tmp_pa
 
 
 @pytest.mark.parametrize("place", ["run", "run/low-level/x"])
-def test_where_the_answer_cannot_be_kept_containers_start_all_the_same(
-    deployed: Deployed, tmp_path: Path, place: str
-) -> None:
+def test_containers_start_if_the_answer_cannot_be_kept(deployed: Deployed, tmp_path: Path, place: str) -> None:
     (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / place).write_text("in the way")
     before = sorted(tmp_path.glob("run*"))
@@ -293,9 +291,7 @@ def test_an_annotation_is_heard_however_its_slash_is_written(deployed: Deployed,
     "setting",
     ["modes.cdi.annotation-prefixes = ['example.com/']", "'modes'.cdi.\"annotation-prefixes\" = ['example.com/']"],
 )
-def test_a_prefix_of_ones_own_is_heard_however_its_key_is_written(
-    deployed: Deployed, tmp_path: Path, setting: str
-) -> None:
+def test_own_prefix_counts_however_its_key_is_written(deployed: Deployed, tmp_path: Path, setting: str) -> None:
     with deployed.settings.open("a") as file:
         file.write(f"{setting}\n")
     (tmp_path / "config.json").write_text('{"annotations": {"example.com/x": "vendor.com/class=0"}}')
