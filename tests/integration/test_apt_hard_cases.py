@@ -282,8 +282,7 @@ def test_apt_alone_answers_0_over_half_a_package_and_we_do_not(host: ChrootHost)
 
 def test_what_is_needed_since_stays_and_is_told(host: ChrootHost) -> None:
     before = installed(host)
-    change = InstallPackages(("slow",))
-    as_a_run(host, change)
+    as_a_run(host, InstallPackages(("slow",)))
     host.run(("apt-get", "--yes", "install", "needs-library"))
     run = last_undoable_run(host)
     assert run is not None

@@ -201,6 +201,5 @@ def test_a_user_with_sudo_and_a_password_installs_docker_too(site: Site) -> None
     assert site.hosts["ops"].ssh("command -v dockerd", check=False).returncode != 0
     login = {"ansible_user": "ops", "ansible_become": True, "ansible_become_password": "correct horse"}
     inventory = site.inventory("ops", **login)
-    done = gpuprov_succeeds("install", "--hosts", inventory)
-    assert "correct horse" not in done.stdout
+    assert "correct horse" not in gpuprov_succeeds("install", "--hosts", inventory).stdout
     gpuprov_succeeds("verify", "--hosts", inventory)

@@ -71,8 +71,7 @@ def test_requested_packages_are_included_and_installable(template: Path, tmp_pat
     system = gather(host).os
     bundle = opened(replace(made, manifest=replace(made.manifest, distribution=system.id, version=system.version)))
     spec = HostSpec(packages=names, docker="preinstalled", driver="preinstalled")
-    facts = facts_of(host, bundle)
-    changes = PlanContext(facts, spec).package_changes
+    changes = PlanContext(facts_of(host, bundle), spec).package_changes
     with with_bundle.unpacked(host, bundle, changes):
         assert bundle.manifest.repository_key in gather_keys(host)
         for change in changes:
@@ -125,8 +124,7 @@ def test_tampering_is_refused(template: Path, tmp_path: Path, change: dict[str, 
 
 def test_the_machine_that_makes_it_is_left_as_it_was(template: Path, tmp_path: Path) -> None:
     before = subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout
-    made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
-    assert made.manifest.packages
+    assert collected(recipe((source(template),), "site-gpu-tools"), tmp_path).manifest.packages
     assert subprocess.run(("rpm", "-qa"), check=True, capture_output=True).stdout == before
 
 

@@ -36,8 +36,7 @@ def test_installed_from_a_bundle_alone_again_and_undone(rpm_site: Site, cut_off:
     repository = rpm_site.lab.www / "rpm"
     source = f"file://{repository} {repository}/key.asc {(repository / 'fingerprint').read_text()}"
     words = ("--distro", DISTROS[cut_off.name], "--source", source, "-o", tmp_path / "bundle.tar")
-    made = gpuprov_succeeds("bundle", "create", "--hosts", hosts, *words)
-    assert "2 packages" in made.stdout
+    assert "2 packages" in gpuprov_succeeds("bundle", "create", "--hosts", hosts, *words).stdout
 
     before = (tree(cut_off), packages(cut_off))
     gpuprov_succeeds("install", "--hosts", hosts, "--bundle", tmp_path / "bundle.tar")

@@ -58,8 +58,7 @@ def test_one_without_gpus_is_left_to_the_low_level_runtime(bench: Bench, key: st
 
 def test_the_prestart_hook_refuses_it_too(bench: Bench) -> None:
     bench.configure("NVIDIA_VISIBLE_DEVICES=0", hooks={"prestart": [bench.hook_entry("prestart")]})
-    text = bench.config.read_text()
-    bench.config.write_text(text.rstrip()[:-1] + ', "Linux": {}}')
+    bench.config.write_text(bench.config.read_text().rstrip()[:-1] + ', "Linux": {}}')
     done = bench.create(runtime=bench.low_level)
     assert done.returncode != 0
     # crun says of a hook's refusal its exit code alone.

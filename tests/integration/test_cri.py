@@ -113,8 +113,7 @@ def test_a_pod_with_the_handler_gets_the_gpus_that_it_asks_for(node: Node) -> No
     for value, expected in asked.items():
         ended = node.run("nvidia", environment={"NVIDIA_VISIBLE_DEVICES": value})
         assert (ended.code, gpus(ended.said)) == (0, expected), ended
-    listed = node.run("nvidia", "ls -d /dev/nvidia* || :")
-    assert "/dev/nvidia0" not in listed.said
+    assert "/dev/nvidia0" not in node.run("nvidia", "ls -d /dev/nvidia* || :").said
     assert node.host.ssh("nvidia-smi -L").stdout.strip() == node.run("nvidia", environment=_ALL).said
 
 
@@ -127,8 +126,7 @@ def test_a_pod_without_the_handler_gets_none(node: Node) -> None:
 @pytest.mark.parametrize("by", ["devices", "annotations"])
 def test_a_pod_gets_cdi_devices_from_1_7_on(node: Node, by: str) -> None:
     """The device plugin's answers of the kinds cdi-cri and cdi-annotations; 1.6 knows neither."""
-    found = _CDI[by]
-    ended = node.run("", **found)
+    ended = node.run("", **_CDI[by])
     if node.series == "1.6":
         assert ended.code == 127, ended
         return

@@ -146,8 +146,7 @@ def test_a_mistake_that_only_a_start_finds_brings_the_old_file_back(host: Docker
     old = b'{"debug": true}\n'
     host.daemon_json.write_bytes(old)
     content = json.dumps({"storage-driver": "no-such-driver", "runtimes": {"nvidia": {"path": runtime}}})
-    change = ReconfigureDocker(content, runtime, restart=True)
-    problem = refused(change.apply, host, tell)
+    problem = refused(ReconfigureDocker(content, runtime, restart=True).apply, host, tell)
     assert "the old one is back and docker runs with it" in problem.what
     assert "no-such-driver" in problem.evidence
     assert host.daemon_json.read_bytes() == old
@@ -194,8 +193,7 @@ def test_undo_gives_back_content_mode_and_owner(host: DockerHost, runtime: str) 
 
 
 def test_undo_gives_back_absence(host: DockerHost, runtime: str) -> None:
-    before = configure(host, runtime)
-    ReconfigureDocker.undo(host, before, None)
+    ReconfigureDocker.undo(host, configure(host, runtime), None)
     assert not host.daemon_json.exists()
     assert "nvidia" not in runtimes(host)
 

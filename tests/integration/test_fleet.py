@@ -150,8 +150,7 @@ def test_jump_host_is_gone_through_and_its_key_checked(server: Server, target: H
         target, address="localhost", ssh_config_file=str(config), ssh_options=(("ProxyJump", "bastion"),)
     )  # fmt: skip
     assert f"[127.0.0.1]:{server.port} is unknown" in str(failure(jumping, REFUSING))
-    finished = run(jumping, ACCEPTING)[-1]
-    assert isinstance(finished, Finished)
+    assert isinstance(run(jumping, ACCEPTING)[-1], Finished)
     assert [line.split()[0] for line in known.read_text().splitlines()] == [
         f"[127.0.0.1]:{server.port}", f"[localhost]:{server.port}",
     ]  # fmt: skip

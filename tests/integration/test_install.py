@@ -64,8 +64,7 @@ def test_a_container_sees_the_hosts_gpus(installed: Host) -> None:
 
 @pytest.mark.sample
 def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) -> None:
-    done = gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
-    assert "1 host ready" in done.stdout
+    assert "1 host ready" in gpuprov_succeeds("verify", "--hosts", site.inventory("main")).stdout
     image = installed.ssh("docker images -q gpuprov-verify").stdout.strip()
     run = f"docker run --rm --runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all {image} nvidia-smi -L"
     assert installed.ssh(run).stdout == installed.ssh("nvidia-smi -L").stdout
@@ -148,8 +147,7 @@ def test_an_image_of_the_users_own_serves_as_well(site: Site, installed: Host) -
 @pytest.mark.sample
 def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, installed: Host) -> None:
     before = (etc(installed), packages(installed), docker_start(installed))
-    done = gpuprov_succeeds("install", "--hosts", site.inventory("main"))
-    assert "0 changes" in done.stdout
+    assert "0 changes" in gpuprov_succeeds("install", "--hosts", site.inventory("main")).stdout
     assert (etc(installed), packages(installed), docker_start(installed)) == before
 
 

@@ -155,8 +155,7 @@ def test_whole_command_reports_keeps_and_draws_what_came_of_it(tmp_path: Path) -
     assert "535.247.01: gpu07" in done.stdout
     assert done.stdout.splitlines()[-1] == "7 of 12 hosts installed; failed: gpu08, gpu09; unreachable: gpu[10:12]"
     assert "the disk is full" in page.read_text()
-    again = gpuprov("report")
-    assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
+    assert gpuprov("report").stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
     kept = json.loads(gpuprov("report", "--json").stdout)
     assert [len(host["made"]) for host in kept["results"]][:9] == [8] * 7 + [2, 2]
 

@@ -85,8 +85,7 @@ def host_with(site: Site, *names: str) -> Host:
 
 
 def install(site: Site, *words: object, **variables: Any) -> str:
-    done = gpuprov_succeeds("install", *words, "--hosts", site.inventory("old", **variables))
-    return done.stdout
+    return gpuprov_succeeds("install", *words, "--hosts", site.inventory("old", **variables)).stdout
 
 
 def installed(host: Host, *names: str) -> dict[str, str]:
@@ -104,8 +103,7 @@ def volumes(host: Host) -> set[str]:
 
 
 def undo(site: Site, command: str) -> str:
-    done = gpuprov_succeeds(command, "--hosts", site.inventory("old"))
-    return done.stdout
+    return gpuprov_succeeds(command, "--hosts", site.inventory("old")).stdout
 
 
 def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:

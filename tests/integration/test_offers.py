@@ -222,7 +222,6 @@ def test_dkms_comes_from_there_and_nothing_else_can(dkms_mirror: Path, tmp_path:
                 type(change).undo(host, image, {})
     finally:
         host.end_agents()
-    folder = manager(host).repository_directory
-    assert host.list_directory(folder) == ()
+    assert host.list_directory(manager(host).repository_directory) == ()
     assert fingerprint not in facts_of(host).packages.trusted_keys
     assert not host.exists("/etc/pki/rpm-gpg")

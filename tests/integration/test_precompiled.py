@@ -202,8 +202,7 @@ def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) ->
     spec = wanted(host, "rhel9")
     converge(host, rhel(host, spec), spec)
     facts = rhel(host, spec, _NEXT)
-    found = source_of(facts, spec).packages()
-    assert found == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
+    assert source_of(facts, spec).packages() == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
 
 
 def test_a_kernel_without_compiled_modules_is_named_before_it_boots(host: RpmHost) -> None:

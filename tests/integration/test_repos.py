@@ -55,8 +55,7 @@ class AptHost(System):
         hasty = ("Acquire::Retries=0", "-o", f"Acquire::http::Timeout={self.patience}")
         argv = tuple(new for word in argv for new in (hasty if word == "Acquire::Retries=3" else (word,)))
         command = ("unshare", "--mount", "sh", "-c", _SCRIPT, "sh", str(self.root), *argv)
-        done = super().run(command, **more)
-        return replace(done, argv=argv)
+        return replace(super().run(command, **more), argv=argv)
 
 
 class Repository:

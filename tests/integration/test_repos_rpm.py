@@ -169,8 +169,7 @@ def test_undo_removes_key_and_trust_and_keeps_earlier_trust(host: RpmHost, repos
     before = change.capture(host)
     change.apply(host, tell)
     assert list(gather_keys(host)) == [repository.fingerprint]
-    again = change.capture(host)
-    InstallRpmKey.undo(host, again, None)
+    InstallRpmKey.undo(host, change.capture(host), None)
     assert list(gather_keys(host)) == [repository.fingerprint]
     InstallRpmKey.undo(host, before, None)
     assert gather_keys(host) == {}

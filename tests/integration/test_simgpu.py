@@ -125,8 +125,7 @@ def test_query_gives_the_attributes_of_the_table() -> None:
 
 
 def test_the_xml_report_is_whole() -> None:
-    done = on_host(2, "$SMI -q -x")
-    root = ElementTree.fromstring(done.stdout)
+    root = ElementTree.fromstring(on_host(2, "$SMI -q -x").stdout)
     cards = root.findall("gpu")
     assert (root.findtext("driver_version"), root.findtext("cuda_version")) == (VERSION, "12.4")
     assert [card.get("id") for card in cards] == [one.bus_id for one in all_gpus()[:2]]

@@ -284,8 +284,7 @@ def test_libraries_are_where_the_images_loader_searches(bench: Bench, layout: li
     shutil.rmtree(bench.root / "usr")
     for place in layout:
         (bench.root / place).mkdir(parents=True)
-    report = bench.report(ALL)
-    assert f"file {folder}/libcuda.so.1 cuda" in report
+    assert f"file {folder}/libcuda.so.1 cuda" in bench.report(ALL)
 
 
 def test_compatibility_libraries_of_the_image_are_found_first(bench: Bench) -> None:

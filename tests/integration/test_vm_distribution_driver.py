@@ -59,8 +59,7 @@ def test_without_a_gpu_the_genuine_module_does_not_stay(machine: Machine) -> Non
     done = machine.vm.ssh("modprobe nvidia-current; dmesg", check=False, timeout=600)
     assert "No such device" in done.stderr
     assert "NVRM: No NVIDIA GPU found." in done.stdout
-    names = machine.vm.ssh("cut -d ' ' -f 1 /proc/modules").stdout.split()
-    assert not served(names)
+    assert not served(machine.vm.ssh("cut -d ' ' -f 1 /proc/modules").stdout.split())
 
 
 def test_facts_have_the_gpus_on_the_bus_and_no_loaded_driver(machine: Machine) -> None:

@@ -227,8 +227,7 @@ def test_documents_are_read_from_a_folder_and_listed(tmp_path: Path) -> None:
 def test_a_document_that_is_cut_off_changes_nothing_and_is_named(tmp_path: Path, cut: int) -> None:
     folder = tmp_path / "2026"
     shutil.copytree(DOCUMENTS, folder)
-    content = (folder / "5861.json").read_bytes()
-    (folder / "5861.json").write_bytes(content[:cut])
+    (folder / "5861.json").write_bytes((folder / "5861.json").read_bytes()[:cut])
     with pytest.raises(GpuprovError, match=r"5861\.json can't be read, so nothing was changed"):
         run("update", "--from", str(folder))
     assert not user_path(ADVISORIES).exists()
@@ -344,8 +343,7 @@ def test_the_packaged_table_is_what_its_script_writes() -> None:
 
 def test_verify_names_the_holes_of_what_is_installed(tmp_path: Path) -> None:
     """The simulated driver is 550.163.01."""
-    host = healthy(tmp_path)
-    found = known_vulnerabilities(installed_versions(host), PACKAGED)
+    found = known_vulnerabilities(installed_versions(healthy(tmp_path)), PACKAGED)
     assert [(one.product, one.version, one.fixed_in) for one in found] == [(DRIVER, "550.163.01", "580.178.04")]
     ended, events = ask(healthy(tmp_path / "again"), Request("verify"))
     assert warned(events) == [str(found[0])]

@@ -216,8 +216,7 @@ def undrained(host: FakeHost, *, check: bool = False) -> tuple[Finished, list[Ev
 
 
 def test_what_disturbs_containers_is_not_done_on_a_host_that_is_not_drained(tmp_path: Path) -> None:
-    host = FakeHost(tmp_path / "root")
-    finished, events = undrained(host)
+    finished, events = undrained(FakeHost(tmp_path / "root"))
     (problem,) = finished.problems
     assert problem.what == "the host is not drained, and what is left to do disturbs containers"
     assert "docker.io=26.1" in problem.evidence and "drains the host first" in problem.next_step

@@ -231,8 +231,7 @@ def packaged(facts: HostFacts, version: str, *, manager: str = "apt", **more: st
     ],
 )
 def test_another_version_changes_the_packages(metal: HostFacts, installed: str, wanted: str, changes: bool) -> None:
-    facts = packaged(metal, installed)
-    found = source_of(facts, spec(driver_version=wanted)).plan_other_version()
+    found = source_of(packaged(metal, installed), spec(driver_version=wanted)).plan_other_version()
     assert [type(one) for one in found] == [RefreshPackageIndex, ChangeDriverPackages] * changes
 
 

@@ -120,8 +120,7 @@ def test_what_fails_is_told_with_the_logs_line_and_leaves_nothing(host: CudaHost
     (host.root / "usr/share/applications").mkdir(parents=True)
     (host.root / "etc/ld.so.conf.d").mkdir()
     before = host.tree()
-    finished = install(host, spec(host))
-    (problem,) = finished.problems
+    (problem,) = install(host, spec(host)).problems
     assert problem.what == "the CUDA toolkit 12.4 was not installed"
     assert "No space left on device" in problem.evidence
     after = host.tree()

@@ -346,8 +346,7 @@ KEPT = {
 def test_what_docker_reads_is_no_problem_and_stays_to_the_byte(version: str, text: str, after: str) -> None:
     facts = running(text, version=version)
     assert problems(facts, NVIDIA) == ()
-    change = the_change(facts)
-    assert change.content == after
+    assert the_change(facts).content == after
     assert plan(replace(facts, config_text=after), replace(NVIDIA, cdi=False)) == ()
 
 

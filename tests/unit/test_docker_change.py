@@ -161,8 +161,7 @@ def test_docker_takes_up_its_new_file(
     tmp_path: Path, active: bool, options: dict[str, Any], verbs: list[str], told: str, before: str | None, mode: int
 ) -> None:
     host = Docker(tmp_path, before, active=active)
-    what = change(**options)
-    assert applied(host, what) == ([(told, 0, 0)] if told else [])
+    assert applied(host, change(**options)) == ([(told, 0, 0)] if told else [])
     assert host.verbs == verbs
     assert host.text == NEW and (tmp_path / PATH[1:]).stat().st_mode & 0o777 == mode
     assert not host.modes, "nothing is validated unless that is planned"
@@ -235,8 +234,7 @@ def test_bytes_that_are_no_utf_8_are_written_as_they_were(tmp_path: Path) -> Non
 def test_a_docker_that_does_not_answer_is_the_evidence(tmp_path: Path, said: str, evidence: str) -> None:
     host = Docker(tmp_path, NEW)
     host._info = lambda argv: (1, "", said)  # type: ignore[method-assign]
-    problem = refused(applied, host, change(None))
-    assert problem.evidence == evidence
+    assert refused(applied, host, change(None)).evidence == evidence
 
 
 _FAILED = "Job for docker.service failed."

@@ -135,8 +135,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("device_id", "count", "hidden", "rack"), MODELS)
 def test_hidden_switches_by_model(tmp_path: Path, device_id: str, count: int, hidden: bool, rack: bool) -> None:
-    host = with_gpus(tmp_path / "root", device_id, count)
-    facts = gather(host)
+    facts = gather(with_gpus(tmp_path / "root", device_id, count))
     assert (bool(facts.fabric.hidden), facts.fabric.rack, facts.fabric.switches) == (hidden, rack, ())
     problems = fabric_manager.plan_problems(source_of(facts, spec()))
     assert [one.what.partition(":")[0] for one in problems] == (
@@ -171,8 +170,7 @@ def behind_adapters(host: SwitchHost) -> HostFacts:
 
 def test_modules_for_switches_behind_adapters_are_loaded_first(host: SwitchHost) -> None:
     facts, wanted = behind_adapters(host), spec(driver_version="580.159.04")
-    changes = fabric_manager.plan(source_of(facts, wanted))
-    file, run = changes[-2:]
+    file, run = fabric_manager.plan(source_of(facts, wanted))[-2:]
     assert isinstance(file, WriteFile) and isinstance(run, RunFabricManager)
     assert (file.path, file.content) == ("/etc/modules-load.d/gpuprov-fabric.conf", b"mlx5_ib\nib_umad\n")
     host.version = "580.159.04"

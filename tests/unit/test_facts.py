@@ -169,8 +169,7 @@ def test_secure_boot(tmp_path: Path, variable: bytes | None, efi: bool, state: s
 
 @pytest.mark.root
 def test_facts_are_json_for_programs(tmp_path: Path) -> None:
-    facts = gather(FakeHost(tmp_path, gpus=3))
-    data = json.loads(json.dumps(facts_to_json(facts)))
+    data = json.loads(json.dumps(facts_to_json(gather(FakeHost(tmp_path, gpus=3)))))
     assert data["os"]["id"] == "debian"
     assert len(data["gpus"]) == 3
     assert data["driver"]["kernel_version"] == "550.163.01"

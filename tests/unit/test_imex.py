@@ -111,8 +111,7 @@ def source(facts: HostFacts, **values: Any) -> DriverSource:
 
 @pytest.mark.parametrize(("device_id", "values", "last", "warns"), PLANNED, ids=str)
 def test_what_a_model_plans(tmp_path: Path, device_id: str, values: dict[str, Any], last: str, warns: bool) -> None:
-    facts = gather(with_gpus(tmp_path / "root", device_id, 4))
-    driver = source(facts, **values)
+    driver = source(gather(with_gpus(tmp_path / "root", device_id, 4)), **values)
     changes = [change.key for change in imex.plan(driver)]
     assert changes[-1:] == ([last] if last else [])
     assert bool(imex.warning(driver)) == warns
@@ -311,8 +310,7 @@ def fault(node: Node, wanted: HostSpec) -> str:
 
 def test_a_missing_node_is_named(whole: list[Node]) -> None:
     whole[2].rack.running.pop(whole[2].address)
-    said = fault(whole[0], of_domain())
-    assert said == "it is DEGRADED; gpu3 (10.0.0.3) is UNAVAILABLE"
+    assert fault(whole[0], of_domain()) == "it is DEGRADED; gpu3 (10.0.0.3) is UNAVAILABLE"
 
 
 def test_nodes_with_other_lists_or_versions_are_named(whole: list[Node]) -> None:

@@ -88,8 +88,7 @@ def test_killed_at_any_journal_line_the_next_run_takes_it_up(system: System, tmp
     (tmp_path / "file").write_bytes(b"old")
     journal = as_a_run(system, WriteFile("/file", b"new"), WriteFile("/other", b"x"))
     path = tmp_path / journal.path.lstrip("/")
-    text = path.read_text()
-    lines = text.splitlines(keepends=True)
+    lines = path.read_text().splitlines(keepends=True)
     assert len(lines) == 6
     for kept in range(1, 6):
         for torn in ("", lines[kept][: len(lines[kept]) // 2]):

@@ -351,8 +351,7 @@ def spec(*layout: str) -> HostSpec:
 @pytest.fixture
 def facts(host: MigHost) -> HostFacts:
     simgpu.install_tree(host.root)
-    found = gather(host)
-    return replace(found, mig=gather_mig(host))
+    return replace(gather(host), mig=gather_mig(host))
 
 
 def test_a_layout_that_is_there_asks_for_nothing(host: MigHost, facts: HostFacts) -> None:

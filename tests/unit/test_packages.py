@@ -383,8 +383,7 @@ class Queried(RecordedApt):
 )  # fmt: skip
 def test_names_as_apt_takes_them_are_found(tmp_path: Path, name: str, there: bool) -> None:
     """Else a second plan would ask for what is there: virtual packages, and those with an architecture."""
-    facts = gather_packages(Queried(tmp_path))
-    assert (missing(facts, (name,)) == ()) is there
+    assert (missing(gather_packages(Queried(tmp_path)), (name,)) == ()) is there
 
 
 def test_holds_are_seen_and_ours_among_them(tmp_path: Path) -> None:

@@ -101,8 +101,7 @@ def test_newest_driver_with_modules_for_this_kernel_is_taken(metal: HostFacts) -
 
 
 def test_a_driver_that_does_not_serve_the_gpus_is_passed_over(metal: HostFacts) -> None:
-    facts = offered(rhel(metal), kmod("590.48.01"), kmod("580.105.08"))
-    found = precompiled.chosen(facts, spec())
+    found = precompiled.chosen(offered(rhel(metal), kmod("590.48.01"), kmod("580.105.08")), spec())
     assert found and found.driver == "580.105.08", "580 is the last branch for Volta"
 
 

@@ -80,8 +80,7 @@ def spec(**values: Any) -> HostSpec:
 
 
 def install(host: FakeHost, *, returns: bool = False, **values: Any) -> tuple[Finished, list[Event]]:
-    request = Request("install", spec_to_json(spec(**values)), caller_returns=returns)
-    return ask(host, request)
+    return ask(host, Request("install", spec_to_json(spec(**values)), caller_returns=returns))
 
 
 def test_by_default_the_run_ends_with_3_and_says_what_to_type(host: RebootingHost) -> None:

@@ -125,8 +125,7 @@ def test_it_is_found_in_the_payload_however_that_is_packed(tmp_path: Path, kind:
     elif kind != "none":
         payload = lzma.compress(payload)
     path = run_file(tmp_path, payload[: len(payload) // 2] if kind == "torn" else payload)
-    found = read_supported_gpus(System(), str(path), 5)
-    assert found == (CHIPS if kind in ("xz", "zstd") else {})
+    assert read_supported_gpus(System(), str(path), 5) == (CHIPS if kind in ("xz", "zstd") else {})
 
 
 def test_a_zstd_payload_on_a_host_without_zstd_is_left_to_the_table(tmp_path: Path) -> None:
@@ -137,8 +136,7 @@ def test_a_zstd_payload_on_a_host_without_zstd_is_left_to_the_table(tmp_path: Pa
 def test_the_test_drivers_own_list_is_found(tmp_path: Path) -> None:
     path = simgpu.build_run(tmp_path)
     header = parse_header(path.read_bytes()[:8192].decode("latin-1"))
-    found = read_supported_gpus(System(), str(path), header.skip)
-    assert set(found) == {H100, V100, K80}
+    assert set(read_supported_gpus(System(), str(path), header.skip)) == {H100, V100, K80}
     assert read_supported_gpus(System(), str(path), 0) == {}
     assert read_supported_gpus(System(), str(tmp_path / "absent"), 9) == {}
 

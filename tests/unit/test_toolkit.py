@@ -151,8 +151,7 @@ def test_the_diff_of_the_runtime_names_what_changes(host: System) -> None:
 @pytest.mark.parametrize("captured", [True, False])
 def test_undo_keeps_a_hook_of_nvidia(host: System, there: bytes | None, stays: bool, captured: bool) -> None:
     files = ((LAUNCHER_PATH, 0o755, b"new"), *(((NVIDIA_HOOK_PATH, 0o755, OURS),) if captured else ()))
-    change = InstallRuntime(files, PYTHON)
-    before = change.capture(host)
+    before = InstallRuntime(files, PYTHON).capture(host)
     host.write(LAUNCHER_PATH, b"new")
     if there:
         host.write(NVIDIA_HOOK_PATH, there)

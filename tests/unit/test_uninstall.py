@@ -408,8 +408,7 @@ def test_what_prevents_a_command_is_known_before_its_first_change(tmp_path: Path
         before = host.state()
         ended = finished(carry_out(host, command))
         told, step = OBSTACLES.get(spoil, OBSTACLES["chattr +i {}/var/lib/gpuprov/runs/*"])
-        problem = next(one for one in ended.problems if told in one.evidence)
-        assert step in problem.next_step
+        assert step in next(one for one in ended.problems if told in one.evidence).next_step
         assert host.state() == before
     finally:
         script = 'umount -l "$1/etc/docker/daemon.json" "$1/etc" "$1/var"; chattr -R -i "$2"; umount -l "$2"'
@@ -482,8 +481,7 @@ def test_images_of_verification_go(tmp_path: Path) -> None:
     host = WithImages(tmp_path)
     host.make_directory("/run/containerd")
     host.write("/run/containerd/containerd.sock", b"")
-    events = carry_out(host, "uninstall")
-    assert done(events).changed == 3
+    assert done(carry_out(host, "uninstall")).changed == 3
     for command in (
         "docker rmi --force gpuprov-verify:6d09",
         "podman rmi --force localhost/gpuprov-verify:6d09",

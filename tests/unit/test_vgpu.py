@@ -246,8 +246,7 @@ def test_a_template_that_an_earlier_driver_left_waits_for_no_licence(guest: Gues
 
 def test_virtual_gpu_is_known_by_subsystem_and_needs_grid_driver(tmp_path: Path) -> None:
     host = FakeHost(tmp_path / "root", gpus=1, metal=True)
-    folder = next(host.path("/sys/bus/pci/devices").iterdir())
-    (folder / "subsystem_device").write_text("0x1733\n")
+    (next(host.path("/sys/bus/pci/devices").iterdir()) / "subsystem_device").write_text("0x1733\n")
     assert gather_gpus(host)[0].subsystem == "1733"
     facts = replace(gather(host), gpus=(PciGpu("0000:31:00.0", "27b8", "", "1733"),))
     assert facts.virtual_gpu == "GPU 0000:31:00.0: L4, PCI subsystem 1733"

@@ -117,8 +117,7 @@ def test_a_rollback_of_this_run_undoes_no_other(site: Site) -> None:
     site.call("install", OLD)
     before = site.host.tree()
     for run_id, changed in (("another", False), ("", True)):
-        request = Request("rollback", run_id=run_id, arguments={"this_run": True})
-        ended, _ = ask(site.host, request)
+        ended, _ = ask(site.host, Request("rollback", run_id=run_id, arguments={"this_run": True}))
         assert ended.exit_code == ExitCode.DONE
         assert (ended.changed > 0, site.host.tree() != before) == (changed, changed)
 

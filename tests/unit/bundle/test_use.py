@@ -212,8 +212,7 @@ def test_a_disk_that_is_too_small_is_told_before(host: BundleHost, monkeypatch: 
 
 def test_another_bundle_than_the_one_that_was_asked_for_is_refused(host: BundleHost) -> None:
     assert "expected 1111" in problem(run(host, digest="1" * 64))
-    manifest = listed(MANIFEST, FILES)
-    assert manifest.files
+    assert listed(MANIFEST, FILES).files
     assert "can't be read" in problem(run(host, bundle="/root/no-such.tar"))
 
 

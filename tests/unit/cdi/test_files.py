@@ -109,8 +109,7 @@ def test_a_file_for_graphics_is_mounted_where_it_lies_and_for_graphics_alone(tmp
     place = tmp_path / path[1:]
     place.parent.mkdir(parents=True, exist_ok=True)
     place.touch()
-    found = mounts(discover(System(str(tmp_path))))
-    assert found[path] == path
+    assert mounts(discover(System(str(tmp_path))))[path] == path
     assert driver_files.capabilities_of(path) == ("display", "graphics")
 
 

@@ -147,8 +147,7 @@ def test_missing_capability_nodes_are_made_readable_by_all(mig_host: Host, tmp_p
 
 
 def test_an_answer_about_other_parts_names_none(mig_host: Host) -> None:
-    text = answer().replace('"gpu_instance": 2', '"gpu_instance": 9')
-    mig_host.nvml = (0, text)
+    mig_host.nvml = (0, answer().replace('"gpu_instance": 2', '"gpu_instance": 9'))
     assert [part.uuid for part in ask_nvml(mig_host, discover(mig_host)).gpus[0].mig] == [mig_uuid(0, 1), ""]
 
 

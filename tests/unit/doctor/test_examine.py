@@ -49,8 +49,7 @@ def causes(events: list[Event]) -> list[CauseFound]:
 @pytest.mark.parametrize("metal", [True, False])
 def test_a_machine_without_gpu_has_one_cause(tmp_path: Path, *, metal: bool) -> None:
     """Nothing of gpuprov and no driver is there either, and to install them would not help."""
-    host = FakeHost(tmp_path, 0, metal=metal)
-    events = events_of(host)
+    events = events_of(FakeHost(tmp_path, 0, metal=metal))
     (cause,) = causes(events)
     assert (cause.rule, [one.what for one in finished(events).problems]) == ("no-gpu", [f"{cause.what} (certain)"])
     assert "gpuprov install" not in cause.next_step

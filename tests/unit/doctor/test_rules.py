@@ -231,8 +231,7 @@ def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnaps
     causes = diagnose(x, rules)
     assert [cause.follows for cause in causes] == ["", INSTALL_OBSTRUCTED]
     events: list[Any] = []
-    done = report(x, causes, events.append)
-    assert done.problems[1].next_step == finding.next_step
+    assert report(x, causes, events.append).problems[1].next_step == finding.next_step
 
 
 def test_a_silent_systemd_is_a_warning_and_no_missing_fabric_manager(x: HostSnapshot) -> None:

@@ -275,8 +275,7 @@ def test_template_of_the_users_own_is_extended_and_comes_back(tmp_path: Path) ->
     own = '{{ template "base" . }}\n\n# mine\n[metrics]\n  address = "127.0.0.1:1"\n{{ if .X }}\n{{ end }}\n'
     system, _ = host(tmp_path, {f"{K3S}/config.toml": OLD_K3S, f"{K3S}/config-v3.toml.tmpl": own}, NEW)
     configured(system, "k3s")
-    text = str(system.read_text(f"{K3S}/config-v3.toml.tmpl"))
-    assert text.startswith(own)
+    assert str(system.read_text(f"{K3S}/config-v3.toml.tmpl")).startswith(own)
     configured(system, "k3s", unset=True)
     assert system.read_text(f"{K3S}/config-v3.toml.tmpl") == own
 

@@ -134,8 +134,7 @@ def test_cdi_needs_nothing_there_and_that_is_said(tmp_path: Path, engine: str) -
 )
 def test_hook_as_podman_reads_it(tmp_path: Path, program: str, path: str) -> None:
     system = host(tmp_path, {})
-    found = configure.hook(system, "podman", "", program, unset=False)
-    configure.write(system, found.edits)
+    configure.write(system, configure.hook(system, "podman", "", program, unset=False).edits)
     assert json.loads(str(system.read_text(configure.HOOK_FILE))) == {
         "version": "1.0.0",
         "hook": {"path": program, "args": [program.rpartition("/")[2], "prestart"], "env": [f"PATH={path}"]},

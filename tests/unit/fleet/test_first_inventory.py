@@ -82,8 +82,7 @@ def test_enter_takes_what_fits_the_hosts(fleet: list[HostResult]) -> None:
 
 def test_hosts_without_a_gpu_are_left_out(fleet: list[HostResult]) -> None:
     fleet += (answering("gpu01"), answering("gpu02", "0"), HostResult("gpu03", ExitCode.UNREACHABLE))
-    done = init("--hosts", "gpu[01:03]", "--yes")
-    assert "left out, no NVIDIA GPU: gpu02\n" in done.stderr
+    assert "left out, no NVIDIA GPU: gpu02\n" in init("--hosts", "gpu[01:03]", "--yes").stderr
     assert list(read()) == ["gpu01", "gpu03"]
     text = Path("inventory.yml").read_text()
     assert "gpu01:  # Debian 12, 2 GPUs, driver none\n" in text and "gpu03:  # not seen: unreachable\n" in text

@@ -146,8 +146,7 @@ def test_a_cache_that_cannot_be_read_counts_as_none(spoil: str, tmp_path: Path) 
         "offsets": good[:52] + b"\xff\xff\xff\x7f" + good[56:],
         "count": good[:20] + b"\xff\xff\xff\xff" + good[24:],
     }.get(spoil, spoil.encode())
-    found = entries(merge(bad, DRIVER[:1]), tmp_path)
-    assert found == [("libcuda.so.1", f"{FOLDER}/libcuda.so.1")]
+    assert entries(merge(bad, DRIVER[:1]), tmp_path) == [("libcuda.so.1", f"{FOLDER}/libcuda.so.1")]
 
 
 def with_entries(count: int, text: bytes, extensions: bytes = b"") -> bytes:
