@@ -13,6 +13,7 @@ from gpuprov.runtime_hook import deploy, driver_files
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.runtime_hook.record import FOLDER
 from gpuprov.runtime_hook.settings import LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from tests.files import put
 
 PYTHON = "/usr/bin/python3"
 # What the kernel says of the driver of most tests, as recorded of a loaded one.
@@ -86,10 +87,7 @@ def deploy_below(folder: Path, low_level: str = "runc", python: str = PYTHON) ->
         return text
 
     for path, mode, content in deploy.deployed_files(python):
-        place = folder / "host" / path.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(moved(content.decode()))
-        place.chmod(mode)
+        put(folder / "host" / path.lstrip("/"), moved(content.decode()), mode)
     library = folder / "host" / deploy.LIBRARY_PATH.lstrip("/")
     deploy.compile_bytecode(str(library / "runtime_hook"))
     launcher = deploy.render_launcher(python, str(library), (made.low_level,))

@@ -21,6 +21,7 @@ from gpuprov.fleet.ssh import connected
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Event, Note
 from gpuprov.protocol.request import Request
+from tests.files import put
 from tests.integration.sshd import Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_fleet import fake_agent
@@ -86,15 +87,13 @@ def test_it_arrives_whole_for_root_alone_and_once(server: Server, target: HostTa
 
 def test_it_goes_on_where_an_earlier_upload_stopped(server: Server, target: HostTarget, bundle: Path) -> None:
     cache(server).mkdir(mode=0o700, exist_ok=True)
-    (cache(server) / f"{name()}.part").write_bytes(bundle.read_bytes()[:2_000_000])
-    (cache(server) / f"{name()}.part").chmod(0o600)
+    put(cache(server) / f"{name()}.part", bundle.read_bytes()[:2_000_000], 0o600)
     assert run(target, bundle) == (arrived(bundle), ["uploading the bundle, 5 MiB, from byte 2000000 on"])
 
 
 def test_a_part_that_is_all_but_in_its_place_is_put_there(server: Server, target: HostTarget, bundle: Path) -> None:
     cache(server).mkdir(mode=0o700, exist_ok=True)
-    (cache(server) / f"{name()}.part").write_bytes(bundle.read_bytes())
-    (cache(server) / f"{name()}.part").chmod(0o600)
+    put(cache(server) / f"{name()}.part", bundle.read_bytes(), 0o600)
     assert run(target, bundle)[0] == arrived(bundle)
 
 
@@ -161,8 +160,7 @@ def test_broken_connection_is_reported_and_next_run_resumes(server: Server, targ
 def test_a_host_that_hangs_while_it_stores_the_bundle_is_left(tmp_path: Path, bundle: Path) -> None:
     programs, hangs = tmp_path / "bin", tmp_path / "hangs"
     programs.mkdir()
-    (programs / "stat").write_text(f"#!/bin/sh\necho $$ > {hangs}; exec sleep 100000\n")
-    (programs / "stat").chmod(0o755)
+    put(programs / "stat", f"#!/bin/sh\necho $$ > {hangs}; exec sleep 100000\n", 0o755)
     request = Request("install", bundle=str(bundle), bundle_digest=DIGEST)
     with serving(f"{programs}:/usr/bin:/bin") as slow:
         target = slow.target(tmp_path)

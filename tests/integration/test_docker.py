@@ -22,6 +22,7 @@ from gpuprov.engines.docker_change import ReconfigureDocker
 from gpuprov.engines.docker_unit import DockerUnit, refusal
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
+from tests.files import put
 from tests.integration.dockerd import DockerHost, docker_host
 from tests.unit.refused import refused
 
@@ -41,8 +42,7 @@ def host() -> Iterator[DockerHost]:
 def runtime(host: DockerHost) -> str:
     """A runtime that leaves a mark and lets runc do the work."""
     path = host.folder / "runtime"
-    path.write_text(f'#!/bin/sh\ntouch {host.folder}/runtime-was-called\nexec runc "$@"\n')
-    path.chmod(0o755)
+    put(path, f'#!/bin/sh\ntouch {host.folder}/runtime-was-called\nexec runc "$@"\n', 0o755)
     return str(path)
 
 
@@ -178,8 +178,7 @@ def seen(path: Path) -> tuple[bytes, int, int, int]:
 
 
 def test_undo_gives_back_content_mode_and_owner(host: DockerHost, runtime: str) -> None:
-    host.daemon_json.write_bytes(b'{"debug":true}')
-    host.daemon_json.chmod(0o640)
+    put(host.daemon_json, b'{"debug":true}', 0o640)
     os.chown(host.daemon_json, 12, 34)
     old = seen(host.daemon_json)
     before = configure(host, runtime)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import put
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site
 from tests.lab.rpm_repository import RpmPackage, build_package
@@ -63,9 +64,7 @@ def test_install_needs_no_argument(request: pytest.FixtureRequest, packages: Pat
     variables = {"gpuprov_driver_mirror": site.lab.url, **{one: site.variables[one] for one in _OF_THE_SITE}}
     file = host.root / _SITE_FILE
     file.parent.mkdir(mode=0o755, exist_ok=True)
-    file.write_text(json.dumps(variables))
-
-    file.chmod(0o666)
+    put(file, json.dumps(variables), 0o666)
     refused = typed(host, "gpuprov install", 2)
     assert "others than root could change /etc/gpuprov/site.yml" in refused and "mode 666" in refused
     file.chmod(0o600)

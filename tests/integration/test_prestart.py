@@ -15,6 +15,7 @@ import pytest
 
 from gpuprov.runtime_hook import deploy, prestart
 from tests.crun import newer_crun
+from tests.files import put
 from tests.integration.container_bench import LIBRARIES, Bench, bench, nodes
 
 __all__ = ["bench"]
@@ -32,8 +33,7 @@ def versions(request: pytest.FixtureRequest, bench: Bench, tmp_path: Path) -> It
             bench.low_level = newer_crun(tmp_path)
         wrapper = tmp_path / "runc-v2"
         inner = f'{_VERSION_2} {bench.low_level} "$@"'
-        wrapper.write_text(f"#!/bin/sh\nexec unshare -m sh -c '{inner}' sh \"$@\"\n")
-        wrapper.chmod(0o755)
+        put(wrapper, f"#!/bin/sh\nexec unshare -m sh -c '{inner}' sh \"$@\"\n", 0o755)
         bench.low_level = str(wrapper)
         bench.caller = str(wrapper)
     yield bench
@@ -164,9 +164,7 @@ def test_nodes_of_every_kind_are_made(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.only(bench="runc")
 def test_a_container_without_a_mount_namespace_of_its_own_is_refused(bench: Bench, tmp_path: Path) -> None:
     """What it is given would be mounted on the host, and stay there; here, in a namespace around the runtime."""
-    wrapper = tmp_path / "inside"
-    wrapper.write_text(f'#!/bin/sh\nexec unshare -m {bench.low_level} "$@"\n')
-    wrapper.chmod(0o755)
+    wrapper = put(tmp_path / "inside", f'#!/bin/sh\nexec unshare -m {bench.low_level} "$@"\n', 0o755)
     linux = {name: value for name, value in bench.pristine["linux"].items() if not name.endswith("Paths")}
     linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "mount"]
     hooks = {"prestart": [bench.hook_entry("prestart")]}

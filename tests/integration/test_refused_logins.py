@@ -26,6 +26,7 @@ from gpuprov.fleet.ssh import connected, wait_for_boot
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
+from tests.files import put
 from tests.integration.sshd import PASSWORD, Server, serving
 from tests.integration.sshd import server as server
 from tests.integration.test_ansible import run_ansible
@@ -182,8 +183,7 @@ def test_a_shell_that_sets_a_title_hides_nothing(tmp_path: Path) -> None:
     # As ~/.bashrc often does: it ends no line.
     programs, boot = tmp_path / "bin", Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     programs.mkdir()
-    (programs / "systemctl").write_text("#!/bin/sh\necho running\n")
-    (programs / "systemctl").chmod(0o755)
+    put(programs / "systemctl", "#!/bin/sh\necho running\n", 0o755)
     with serving(f"{programs}:/usr/bin:/bin") as titled:
         (titled.folder / "home/root/.bashrc").write_text(r"printf '\033]0;title\007'")
         target = titled.target(tmp_path)
@@ -215,9 +215,7 @@ def test_a_key_that_cannot_be_used_is_named_with_the_reason(target: HostTarget, 
 
 def test_a_key_of_another_users_is_named(target: HostTarget, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     # Below a folder that any user may enter.
-    key = server.folder / "unreadable"
-    key.write_bytes(server.identity.read_bytes())
-    key.chmod(0)
+    key = put(server.folder / "unreadable", server.identity.read_bytes(), 0)
     monkeypatch.setenv("HOME", str(server.folder / "home/open"))
     os.seteuid(4243)
     try:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.files import put
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Host
 
@@ -46,8 +47,7 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls = tmp_path / "scheduler", tmp_path / "calls"
-    script.write_text(f'#!/bin/sh\necho "$1 $2" >> {calls}\n')
-    script.chmod(0o700)
+    put(script, f'#!/bin/sh\necho "$1 $2" >> {calls}\n', 0o700)
     inventory = site.inventory("main")
     words = ("doctor", "--hosts", inventory, "--fix", "--before-host", f"{script} drain {{host}}",
              "--after-host", f"{script} undrain {{host}}")  # fmt: skip
@@ -85,8 +85,7 @@ def test_a_gpu_is_reset_on_a_drained_host_which_gets_work_again_if_it_is_fit(
 def test_reboot_loads_gpus_before_work(site: Site, host: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls = tmp_path / "scheduler", tmp_path / "calls"
-    script.write_text(f'#!/bin/sh\necho "$1" >> {calls}\n')
-    script.chmod(0o700)
+    put(script, f'#!/bin/sh\necho "$1" >> {calls}\n', 0o700)
     # A boot clears the driver's wish; persistence mode is on in each.
     lines = "".join(f"f+ /run/simgpu/persistence-{number} - - - - 1\n" for number in range(2))
     (host.root / "etc/tmpfiles.d/simgpu.conf").write_text(f"d /run/simgpu\n{lines}")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests import simgpu
+from tests.files import put
 from tests.integration.test_ansible import play
 from tests.lab.command_line import GPUPROV
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
@@ -46,8 +47,7 @@ def driver(site: Site, name: str) -> str:
 def test_one_drain_fails_and_the_fleet_goes_on(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls, refused = (tmp_path / name for name in ("scheduler", "calls", "refused"))
-    script.write_text(_SCRIPT.format(folder=tmp_path))
-    script.chmod(0o700)
+    put(script, _SCRIPT.format(folder=tmp_path), 0o700)
     refused.write_text("bullseye\n")
     calls.write_text("")
     words = ("--before-host", f"{script} drain {{host}}", "--after-host", f"{script} undrain {{host}}")
@@ -97,8 +97,7 @@ def test_run_resumes_after_a_killed_controller(site: Site, tmp_path: Path, monke
     """Killed when the first of two hosts is done and still drained, and the second has not begun."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     script, calls, hold = (tmp_path / name for name in ("scheduler", "calls", "hold"))
-    script.write_text(_HANGING.format(folder=tmp_path))
-    script.chmod(0o700)
+    put(script, _HANGING.format(folder=tmp_path), 0o700)
     hold.write_text("")
     gpuprov_succeeds("install", "--hosts", inventory(site, DRIVER), "--limit", "main,twin", timeout=600)
     words = (
@@ -192,8 +191,7 @@ _TASKS = """
 def test_a_playbooks_hooks_do_the_same(site: Site, tmp_path: Path) -> None:
     """Nothing is drained while nothing stops; a host whose drain fails is not changed."""
     script, calls, refused = (tmp_path / name for name in ("scheduler", "calls", "refused"))
-    script.write_text(_SCRIPT.format(folder=tmp_path))
-    script.chmod(0o700)
+    put(script, _SCRIPT.format(folder=tmp_path), 0o700)
     refused.write_text("")
     calls.write_text("")
     words = []

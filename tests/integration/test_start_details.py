@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+from tests.files import put
 from tests.integration.container_bench import LIBRARIES, Bench, nodes
 from tests.integration.own_devices import own_devices
 
@@ -96,8 +97,7 @@ def test_rootless_engine_gives_gpus_by_runtime_and_hook_with_no_cgroups(bench: B
     wrappers = {}
     for name, program in (("runtime", bench.runtime), ("runc", bench.low_level)):
         wrappers[name] = bench.folder / f"rootless-{name}"
-        wrappers[name].write_text(_ROOTLESS.format(program=program, folder=bench.folder))
-        wrappers[name].chmod(0o755)
+        put(wrappers[name], _ROOTLESS.format(program=program, folder=bench.folder), 0o755)
     bench.low_level = bench.caller = str(wrappers["runc"])
     bench.runtime = wrappers["runtime"]
     linux = {name: value for name, value in bench.pristine["linux"].items() if name != "resources"}
@@ -139,9 +139,7 @@ def test_a_swarm_resource_is_heard_though_its_name_is_none_of_nvidias(bench: Ben
 
 def test_the_low_level_runtime_is_the_settings_and_a_change_of_it_is_seen(bench: Bench, tmp_path: Path) -> None:
     for name in ("one", "two"):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho {name} "$@"\n')
-        program.chmod(0o755)
+        program = put(tmp_path / name, f'#!/bin/sh\necho {name} "$@"\n', 0o755)
         bench.settings.write_text(f"[nvidia-container-runtime]\nruntimes = ['{tmp_path}/absent', '{program}']\n")
         for _ in range(2):
             assert bench.call("state", "x").stdout == f"{name} state x\n"
@@ -193,20 +191,13 @@ def test_nothing_of_the_image_runs_in_a_hook(bench: Bench, stage: str, env: list
     mark = bench.root / "mark"
     code = f"open({str(mark)!r}, 'a').write('ran'); open('/mark', 'a').write('ran')\n"
     for name in _PYTHON:
-        place = bench.root / f"{name}.py"
-        place.parent.mkdir(exist_ok=True)
-        place.write_text(code)
+        put(bench.root / f"{name}.py", code)
         for folder in ("usr/lib/python3.11", "usr/lib/python3/dist-packages"):
-            other = bench.root / folder / f"{name}.py"
-            other.parent.mkdir(parents=True, exist_ok=True)
-            other.write_text(code)
+            put(bench.root / folder / f"{name}.py", code)
     for name in ("etc/ld.so.preload", "etc/ld.so.conf", "etc/nsswitch.conf"):
-        (bench.root / name).parent.mkdir(exist_ok=True)
-        (bench.root / name).write_text("/evil.so\n")
+        put(bench.root / name, "/evil.so\n")
     for name in ("sbin/ldconfig", "sbin/ldconfig.real", "usr/bin/python3"):
-        (bench.root / name).parent.mkdir(exist_ok=True, parents=True)
-        (bench.root / name).write_text("#!/bin/sh\necho ran > /mark\n")
-        (bench.root / name).chmod(0o755)
+        put(bench.root / name, "#!/bin/sh\necho ran > /mark\n", 0o755)
     entry: dict[str, Any] = {**bench.hook_entry(stage), "env": env}
     if stage == "createContainer":
         entry["args"] = [*entry["args"], "--link", f"libcuda.so.550.163.01::{LIBRARIES}/libcuda.so.1"]

@@ -20,6 +20,7 @@ from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
 from tests import simgpu
+from tests.files import put
 from tests.triplet import LIBRARIES
 
 RELEASE = "6.1.0-13-amd64"
@@ -72,15 +73,13 @@ class FakeHost(System):
         (root / "run/systemd/container").write_text("systemd-nspawn\n")
         simgpu.write_kernel_tree(root, gpus, driver="nouveau" if metal else "nvidia")
         programs = ["apt-get", "dpkg-query", "docker", "dockerd", "systemctl"]
-        (root / f"usr/bin/{PYTHON}").write_text("\x7fELF")
-        (root / f"usr/bin/{PYTHON}").chmod(0o755)
+        put(root / f"usr/bin/{PYTHON}", "\x7fELF", 0o755)
         (root / "usr/bin/python3").symlink_to(PYTHON)
         if metal:
             programs += ["update-initramfs", "lsinitramfs"]
             self._make_metal()
         for program in programs:
-            (root / "usr/bin" / program).write_text("#!/bin/sh\n")
-            (root / "usr/bin" / program).chmod(0o755)
+            put(root / "usr/bin" / program, "#!/bin/sh\n", 0o755)
 
     def _make_metal(self) -> None:
         (self.root / "run/systemd/container").unlink()

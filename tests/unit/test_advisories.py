@@ -51,6 +51,7 @@ from gpuprov.verify import installed_versions
 from tests import simgpu
 from tests.advisories_table import TABLE, table_from
 from tests.bundles import FILES, write_test_bundle
+from tests.files import put
 from tests.unit.ask import ask
 from tests.unit.doctor.host import healthy
 from tests.unit.fake_host import FakeHost
@@ -161,8 +162,7 @@ def with_bundle(found: Tables, table: Mapping[str, object]) -> Tables:
 def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> None:
     assert for_request(HostSpec()) == {}
     newer = table_of(merged(advisories(PACKAGED), [NEWER]), "2027-02-01")
-    user_path(ADVISORIES).parent.mkdir(parents=True)
-    user_path(ADVISORIES).write_text(json.dumps(newer))
+    put(user_path(ADVISORIES), json.dumps(newer))
     sent = json.loads(json.dumps(for_request(HostSpec())))
     # By both front doors.
     assert task_request("install", {}).tables == sent
@@ -181,8 +181,7 @@ def test_newer_advisories_travel_with_requests_and_bundles(tmp_path: Path) -> No
 
 
 def test_a_users_table_lacks_no_bulletin_of_a_later_gpuprov() -> None:
-    user_path(ADVISORIES).parent.mkdir(parents=True)
-    user_path(ADVISORIES).write_text(json.dumps(table_of([NEWER], "2027-02-01")))
+    put(user_path(ADVISORIES), json.dumps(table_of([NEWER], "2027-02-01")))
     assert rows_of(user_table(ADVISORIES)) == (NEWER, *advisories(PACKAGED))
     assert rows_of(for_request(HostSpec())[ADVISORIES]) == (NEWER, *advisories(PACKAGED))
 
@@ -269,8 +268,7 @@ def test_a_document_with_a_wrong_row_changes_nothing(tmp_path: Path, old: str, n
 
 @pytest.mark.parametrize("damaged", ["{", '{"format": 2}'])
 def test_an_update_replaces_a_damaged_table(damaged: str) -> None:
-    user_path(ADVISORIES).parent.mkdir(parents=True)
-    user_path(ADVISORIES).write_text(damaged)
+    put(user_path(ADVISORIES), damaged)
     with pytest.raises(GpuprovError):
         run()
     run("update", "--from", str(DOCUMENTS))

@@ -31,6 +31,7 @@ from gpuprov.plan.steps import STEPS, make_plan
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import packaged
+from tests.files import put
 from tests.unit.fake_host import RELEASE, FakeHost
 from tests.unit.refused import refused
 
@@ -72,8 +73,7 @@ def spec(*kinds: str, **values: Any) -> HostSpec:
 
 def put_program(folder: Path, name: str, text: str) -> None:
     folder.mkdir(exist_ok=True)
-    (folder / name).write_text(f"#!/bin/sh\n{text}\n")
-    (folder / name).chmod(0o755)
+    put(folder / name, f"#!/bin/sh\n{text}\n", 0o755)
 
 
 def test_packages_are_installed_after_the_driver_in_their_order(host: Rdma) -> None:
@@ -224,8 +224,7 @@ def test_a_boot_sets_the_ready_state_where_the_mode_is_on(host: Rdma, tmp_path: 
     subprocess.run(["/bin/sh", "-c", command], check=True, env={"PATH": f"{tmp_path}/bin:/usr/bin:/bin"})
     assert ("conf-compute -srs 1" in (tmp_path / "asked").read_text()) is sets
     host.answers["sh"] = Completed((), 0, state, "")
-    host.path(f"{UNITS}/{CONFIDENTIAL}").parent.mkdir(parents=True, exist_ok=True)
-    host.path(f"{UNITS}/{CONFIDENTIAL}").write_text("")
+    put(host.path(f"{UNITS}/{CONFIDENTIAL}"), "")
     check = dict(features.checks(host, spec()))["confidential computing"]
     if sets:
         with pytest.raises(Failed, match="system not yet initialized"):

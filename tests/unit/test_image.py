@@ -29,6 +29,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import generation_of
 from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec, spec_to_json
 from gpuprov.protocol.tables import PACKAGED
+from tests.files import put
 from tests.unit.fake_host import FakeHost
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,8 +173,7 @@ def test_the_identity_goes_and_nothing_of_it_is_in_the_journal(tmp_path: Path) -
         "var/lib/NetworkManager/secret_key": "4711", "boot/loader/random-seed": "noise",
     }  # fmt: skip
     for name, text in secrets.items():
-        (host.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (host.root / name).write_text(text)
+        put(host.root / name, text)
     (host.root / "etc/ssh/sshd_config").write_text("kept")
     paths = gather_identity(host)
     # Made by the run itself, after the plan.
@@ -240,8 +240,7 @@ def test_no_example_of_an_image_sets_a_password() -> None:
 def test_the_key_that_signs_modules_goes_only_on_request(remove: bool, tmp_path: Path, facts: HostFacts) -> None:
     host = FakeHost(tmp_path / "clean", gpus=0)
     key = "/var/lib/dkms/mok.key"
-    (host.root / key[1:]).parent.mkdir(parents=True)
-    (host.root / key[1:]).write_text("private")
+    put(host.root / key[1:], "private")
     image = replace(facts.image or ImageFacts(), identity=(), signing_keys=(key,))
     wanted = spec(image_remove_signing_key=remove)
     changes = clean.plan(replace(facts, image=image), wanted)

@@ -19,6 +19,7 @@ from gpuprov.plan.preflight import preflight
 from gpuprov.protocol.spec import parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, deployed_files, python_of, render_launcher
 from tests import simgpu
+from tests.files import put
 from tests.pythons import VERSIONS
 from tests.unit.fake_host import PYTHON, FakeHost
 
@@ -33,10 +34,7 @@ def host(tmp_path: Path) -> FakeHost:
 
 def another(host: FakeHost, path: str) -> str:
     """Put a Python that runs at a path, in a folder of its own."""
-    place = host.path(path)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    place.write_text("")
-    place.chmod(0o755)
+    put(host.path(path), "", 0o755)
     return path
 
 
@@ -118,8 +116,7 @@ def test_without_one_nothing_is_planned_and_one_reads_why(host: FakeHost) -> Non
 
 def test_it_is_read_from_the_launcher_or_from_the_boot_unit(host: FakeHost) -> None:
     unit = f"{UNITS}/{NODES}"
-    host.path(unit).parent.mkdir(parents=True)
-    host.path(unit).write_text("[Service]\nExecStart=/usr/bin/python3.9 -I /usr/lib/gpuprov/boot.pyz nodes\n")
+    put(host.path(unit), "[Service]\nExecStart=/usr/bin/python3.9 -I /usr/lib/gpuprov/boot.pyz nodes\n")
     assert gather(host).interpreter.deployed == "/usr/bin/python3.9"
     host.path(LAUNCHER_PATH).write_text(render_launcher("/usr/bin/python3.10"))
     found = gather(host).interpreter

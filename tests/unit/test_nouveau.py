@@ -28,6 +28,7 @@ from gpuprov.plan.context import source_of
 from gpuprov.plan.refusals import refusals
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
+from tests.files import put
 from tests.runs import undo_last
 from tests.unit.fake_host import RELEASE, FakeHost
 from tests.unit.refused import refused
@@ -218,8 +219,7 @@ GH200 = "2342"
 def grace(host: FakeHost) -> HostFacts:
     """A host with a coherent GPU, on which nouveau is kept out and the driver is loaded with its default mode."""
     apply(host, nouveau.plan(source_of(gather(host), spec(driver_version="580.95.05"))))
-    host.path(LOADED_OPTIONS).parent.mkdir(parents=True, exist_ok=True)
-    host.path(LOADED_OPTIONS).write_text(PARAMS.format(""))
+    put(host.path(LOADED_OPTIONS), PARAMS.format(""))
     return gather(host)
 
 
@@ -318,8 +318,7 @@ def test_the_distributions_own_command(tmp_path: Path, name: str) -> None:
     programs, command = COMMANDS[name]
     host = FakeHost(tmp_path / "root")
     for program in programs.split():
-        (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
-        (host.root / "usr/bin" / program).chmod(0o755)
+        put(host.root / "usr/bin" / program, "#!/bin/sh\n", 0o755)
     assert " ".join(kernels.rebuild_command(host, Image(kernel_of(name), f"/boot/{name}"))) == command
 
 

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from gpuprov.cli.main import cli
 from gpuprov.engines import containerd
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from tests.files import put
 
 CONFIG = 'version = 2\n\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause"  # why\n'
 
@@ -29,18 +30,13 @@ def error_of(result: Result) -> GpuprovError:
 @pytest.fixture
 def main(tmp_path: Path) -> Path:
     """A containerd's main file, not everybody's to read."""
-    path = tmp_path / "config.toml"
-    path.write_text(CONFIG)
-    path.chmod(0o640)
-    return path
+    return put(tmp_path / "config.toml", CONFIG, 0o640)
 
 
 @pytest.fixture
 def words(main: Path) -> list[object]:
     """A call for that file, of a containerd 1.7."""
-    program = main.with_name("containerd")
-    program.write_text("#!/bin/sh\necho containerd v1.7.24\n")
-    program.chmod(0o755)
+    program = put(main.with_name("containerd"), "#!/bin/sh\necho containerd v1.7.24\n", 0o755)
     return ["--runtime", "containerd", "--config", main, "--executable-path", program]
 
 

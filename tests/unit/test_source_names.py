@@ -16,6 +16,7 @@ from gpuprov.protocol.events import ChangeStarted, Event, Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.files import put
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
 
@@ -46,8 +47,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nameless:
     monkeypatch.delenv("https_proxy", raising=False)
     host = Nameless(tmp_path)
     simgpu.install_tree(host.root)
-    (host.root / "usr/bin/getent").write_text("")
-    (host.root / "usr/bin/getent").chmod(0o755)
+    put(host.root / "usr/bin/getent", "", 0o755)
     write(host, "etc/apt/sources.list", "deb http://a.example/debian x main\n# deb file:/old ./\n")
     write(host, "etc/apt/sources.list.d/b.sources", "Types: deb\nURIs: https://b.example/x\nSuites: x\nComponents: y\n")
     write(host, "etc/resolv.conf", "nameserver 192.0.2.53\n")
@@ -55,8 +55,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nameless:
 
 
 def write(host: FakeHost, path: str, text: str) -> None:
-    (host.root / path).parent.mkdir(parents=True, exist_ok=True)
-    (host.root / path).write_text(text)
+    put(host.root / path, text)
 
 
 def install(host: FakeHost, **values: Any) -> tuple[Finished, list[Event]]:

@@ -29,6 +29,7 @@ from gpuprov.protocol.request import Request, request_from_line
 from gpuprov.protocol.spec import HostSpec, SiteRepository, spec_to_json
 from tests import simgpu
 from tests.bundles import DRIVER, FILES, KEY, MANIFEST, bundle_bytes, listed, write_test_bundle
+from tests.files import put
 from tests.unit.ask import ask
 from tests.unit.fake_host import BUILD_PACKAGES, RELEASE, FakeHost
 from tests.unit.test_reboot import RebootingHost
@@ -276,8 +277,7 @@ class PodmanHost(BundleHost):
         for program in ("docker", "dockerd"):
             (root / "usr/bin" / program).unlink()
         if podman:
-            (root / "usr/bin/podman").write_text("#!/bin/sh\n")
-            (root / "usr/bin/podman").chmod(0o755)
+            put(root / "usr/bin/podman", "#!/bin/sh\n", 0o755)
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         assert argv[0] not in ("docker", "dockerd")
@@ -302,8 +302,7 @@ def test_without_docker_podman_gets_the_images_and_gives_them_back(tmp_path: Pat
 
 def test_a_bundle_with_images_needs_docker_or_podman(tmp_path: Path) -> None:
     host = PodmanHost(tmp_path, podman=False)
-    (tmp_path / "usr/bin/containerd").write_text("#!/bin/sh\n")
-    (tmp_path / "usr/bin/containerd").chmod(0o755)
+    put(tmp_path / "usr/bin/containerd", "#!/bin/sh\n", 0o755)
     write_test_bundle(host.path(BUNDLE), *with_image())
     assert "neither docker nor podman to take them\n  seen: app:1" in problem(
         run(host, dataclasses.replace(SPEC, docker="none"))

@@ -15,6 +15,7 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
+from tests.files import put
 from tests.triplet import TRIPLET
 from tests.unit.ask import ask
 from tests.unit.fake_host import FakeHost
@@ -40,9 +41,7 @@ class DoctorHost(FakeHost):
 
     def answer(self, program: str, said: str, code: int = 0) -> None:
         """Let a program be there and answer."""
-        place = self.root / "usr/bin" / program
-        place.write_text("#!/bin/sh\n")
-        place.chmod(0o755)
+        put(self.root / "usr/bin" / program, "#!/bin/sh\n", 0o755)
         self.answers[program] = (code, said)
 
 
@@ -60,8 +59,7 @@ def healthy_tree(root: Path) -> DoctorHost:
     simgpu.install_tree(host.root)
     host.installed["runc"] = "1.1.5"
     for program in ("runc", "dmesg"):
-        (host.root / "usr/bin" / program).write_text("#!/bin/sh\n")
-        (host.root / "usr/bin" / program).chmod(0o755)
+        put(host.root / "usr/bin" / program, "#!/bin/sh\n", 0o755)
     (host.root / "etc/ld.so.conf").write_text(f"/usr/lib/{TRIPLET}\n")
     subprocess.run(("/sbin/ldconfig", "-r", str(root)), check=True, capture_output=True, timeout=60)
     return host

@@ -14,6 +14,7 @@ from gpuprov.engines import containerd, toml
 from gpuprov.engines.configure import configuration, write
 from gpuprov.engines.known import Configuration, ConfigureRequest, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
+from tests.files import put
 
 OLD = "#!/bin/sh\necho 'containerd github.com/containerd/containerd v1.7.24 abc'\n"
 NEW = "#!/bin/sh\necho 'containerd github.com/containerd/containerd/v2 2.1.9+unknown '\n"
@@ -103,12 +104,9 @@ CRI_2 = '[plugins."io.containerd.grpc.v1.cri"]\nsandbox_image = "mine"\n'
 
 def host(tmp_path: Path, files: dict[str, str], program: str) -> tuple[System, str]:
     for name, text in files.items():
-        place = tmp_path / "root" / name.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text(text)
+        put(tmp_path / "root" / name.lstrip("/"), text)
     (tmp_path / "root").mkdir(exist_ok=True)
-    (tmp_path / "containerd").write_text(program)
-    (tmp_path / "containerd").chmod(0o755)
+    put(tmp_path / "containerd", program, 0o755)
     return System(str(tmp_path / "root")), str(tmp_path / "containerd")
 
 

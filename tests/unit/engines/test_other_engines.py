@@ -31,6 +31,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.toolkit import engine_runtime
+from tests.files import put
 from tests.unit.engines.test_containerd import K3S, NEW_K3S, OLD_K3S
 from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Answer, Scripted
@@ -51,14 +52,9 @@ class Host(Scripted):
         self.starts, self.exits = True, 1
         self.log = ""
         for program in ("containerd", "podman"):
-            path = root / "usr/bin" / program
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("#!/bin/sh\n")
-            path.chmod(0o755)
+            put(root / "usr/bin" / program, "#!/bin/sh\n", 0o755)
         self.config = root / "etc/containerd/config.toml"
-        self.config.parent.mkdir(parents=True)
-        self.config.write_text(CONTAINERD)
-        self.config.chmod(0o640)
+        put(self.config, CONTAINERD, 0o640)
 
     def answer(self, argv: tuple[str, ...]) -> Answer:
         if argv == ("/usr/bin/containerd", "--version"):
@@ -331,8 +327,7 @@ def test_facts_give_the_same_edits_as_the_host_itself(host: Host, engine: str, f
     """The plan reads gathered files, `gpuprov runtime configure` reads the host: neither may see more."""
     (host.root / "usr/bin/crio").touch(0o755)
     for path, text in files.items():
-        (host.root / path).parent.mkdir(parents=True, exist_ok=True)
-        (host.root / path).write_text(text)
+        put(host.root / path, text)
     # containerd 1.7 reads CDI on request alone.
     entry = RuntimeEntry(path=LAUNCHER_PATH, cdi=engine == "containerd")
     found = configuration(host, ConfigureRequest(engine, entry))
@@ -365,9 +360,7 @@ class Node(Scripted):
     def __init__(self, root: Path, name: str) -> None:
         super().__init__(root)
         for path, text in FILES[name].items():
-            place = root / path.lstrip("/")
-            place.parent.mkdir(parents=True)
-            place.write_text(text)
+            put(root / path.lstrip("/"), text)
         self.restarted: list[str] = []
 
     def answer(self, argv: tuple[str, ...]) -> Answer:

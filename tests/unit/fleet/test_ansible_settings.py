@@ -15,6 +15,7 @@ import pytest
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.ssh_config import SshConfiguration, parse_ssh_arguments
 from gpuprov.protocol.errors import UsageError
+from tests.files import put
 
 # Ansible reads its settings once in a process.
 _READ = (
@@ -89,8 +90,7 @@ def test_vault_ids_open_what_they_closed(tmp_path: Path) -> None:
         return done.stdout.decode()
 
     (tmp_path / "dev").write_text("open sesame\n")
-    (tmp_path / "prod").write_text("#!/bin/sh\necho 'open barley'\n")
-    (tmp_path / "prod").chmod(0o700)
+    put(tmp_path / "prod", "#!/bin/sh\necho 'open barley'\n", 0o700)
     variables = f"ansible_become_password: {closed('dev', 'hunter2')}\nansible_password: {closed('prod', 'hunter3')}\n"
     (tmp_path / "group_vars").mkdir()
     (tmp_path / "group_vars/all.yml").write_text(variables)
@@ -122,8 +122,7 @@ FAILING = [
 
 @pytest.mark.parametrize(("name", "text", "seen", "step"), FAILING, ids=[one[0] for one in FAILING])
 def test_why_a_dynamic_inventory_fails_is_told(tmp_path: Path, name: str, text: str, seen: str, step: str) -> None:
-    (tmp_path / name).write_text(text)
-    (tmp_path / name).chmod(0o700 if text.startswith("#!") else 0o600)
+    put(tmp_path / name, text, 0o700 if text.startswith("#!") else 0o600)
     with pytest.raises(UsageError) as caught:
         read_inventory((str(tmp_path / name),))
     assert seen in f"{caught.value}\n" and step in str(caught.value), caught.value

@@ -20,15 +20,14 @@ from gpuprov.fleet.inventory import HostTarget, ansible_extra_vars, plain_extra_
 from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.spec import spec_to_json
+from tests.files import put
 
 DRIVER = "gpuprov_driver_version=550.163.01"
 
 
 def written(folder: Path, files: Mapping[str, str]) -> Path:
     for name, text in files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        put(folder / name, text)
     return folder
 
 
@@ -269,8 +268,7 @@ def test_mistake_is_told_with_exit_code_2(tmp_path: Path, source: str, files: di
     ids=["ran", "INI"],
 )
 def test_a_program_that_fails_gives_its_own_reason(tmp_path: Path, text: str, seen: str) -> None:
-    (tmp_path / "hosts").write_text(text)
-    (tmp_path / "hosts").chmod(0o755)
+    put(tmp_path / "hosts", text, 0o755)
     assert seen in error_of(tmp_path, {}, "hosts").problems[0].evidence
 
 

@@ -28,6 +28,7 @@ from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import ChangeStarted, CheckDone, Event, Finished, Note, Planned, PlannedChange, Sink
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec
+from tests.files import put
 from tests.unit.fleet.fleets import played, run_of
 from tests.unit.refused import refused
 
@@ -44,8 +45,7 @@ class Site:
     def __init__(self, folder: Path, fails: str = "") -> None:
         self.calls = folder / CALLS
         self.script = folder / "hosts.sh"
-        self.script.write_text(SCRIPT.format(calls=self.calls, fails=fails))
-        self.script.chmod(0o700)
+        put(self.script, SCRIPT.format(calls=self.calls, fails=fails), 0o700)
         self.disturbing = "abcdef"
         self.ill = self.lost = self.failing = self.reboots = self.unwell = self.settled = ""
         # Hosts that can't be rolled back, and those on which that is no cure.
@@ -291,9 +291,7 @@ class Host:
     """A host that answers requests as it is told; `script` is what drains and undrains it."""
 
     def __init__(self, folder: Path, script: str = "exit 0", *, after: bool = True) -> None:
-        path = folder / "hosts.sh"
-        path.write_text(f"#!/bin/sh\n{script}\n")
-        path.chmod(0o700)
+        path = put(folder / "hosts.sh", f"#!/bin/sh\n{script}\n", 0o700)
         self.words = (f"{path} drain a", f"{path} undrain a" if after else "")
         self.commands = parse_host_commands(*self.words, 20)
         self.answers: dict[str, Finished] = {}

@@ -41,6 +41,7 @@ from gpuprov.fleet.ssh_config import SshArguments, parse_ssh_arguments
 from gpuprov.machine.machine import gather_os
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.spec import HostSpec
+from tests.files import put
 
 ARGUMENTS = [
     ("", SshArguments()),
@@ -261,9 +262,7 @@ def test_probe_finds_no_python_by_the_path_of_a_user_who_is_not_root() -> None:
     # Not pytest's own folder, which only root may enter.
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        theirs = Path(folder, "python3")
-        theirs.write_text('#!/bin/sh\nexec /usr/bin/python3 "$@"\n')
-        theirs.chmod(0o755)
+        theirs = put(Path(folder, "python3"), '#!/bin/sh\nexec /usr/bin/python3 "$@"\n', 0o755)
         for user, expected in ((0, {str(theirs)}), (65534, {f"{one}/python3" for one in SYSTEM_PATH.split(":")})):
             done = subprocess.run(
                 ("sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
@@ -429,8 +428,7 @@ def test_a_python_whose_package_is_there_is_installed_again(lines: str, what: st
 
 def with_dnf(folder: Path, body: str, script: str, given: bytes = b"") -> bytes:
     """Run a script where dnf is this program alone; return what it prints."""
-    (folder / "dnf").write_text(f"#!/bin/sh\n{body}\n")
-    (folder / "dnf").chmod(0o755)
+    put(folder / "dnf", f"#!/bin/sh\n{body}\n", 0o755)
     argv = ("/bin/sh", "-c", script)
     return subprocess.run(argv, env={"PATH": str(folder)}, input=given, stdout=subprocess.PIPE, check=True).stdout
 

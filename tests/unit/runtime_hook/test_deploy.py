@@ -26,6 +26,7 @@ from gpuprov.runtime_hook.deploy import (
     render_launcher,
 )
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
+from tests.files import put
 
 # Each costs milliseconds at every container start.
 EXPENSIVE = {
@@ -40,10 +41,7 @@ SOURCES = Path(__file__).parents[3] / "gpuprov/runtime_hook"
 def modules(tmp_path: Path) -> Path:
     """The deployed package, alone below a folder of its own."""
     for path, mode, content in deployed_files(PYTHON):
-        place = tmp_path / path.lstrip("/")
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_bytes(content)
-        place.chmod(mode)
+        put(tmp_path / path.lstrip("/"), content, mode)
     return tmp_path / LIBRARY_PATH.lstrip("/") / "runtime_hook"
 
 
@@ -254,9 +252,7 @@ def test_the_launcher_says_so_where_there_is_no_low_level_runtime(tmp_path: Path
 def called(tmp_path: Path) -> Callable[..., list[str]]:
     """Run the launcher, and return who was started and with what words, or what was said instead."""
     for name, skipped in (("python", 6), ("runc", 0)):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\nshift {skipped}\nprintf "%s\\n" {name} "$@"\n')
-        program.chmod(0o755)
+        put(tmp_path / name, f'#!/bin/sh\nshift {skipped}\nprintf "%s\\n" {name} "$@"\n', 0o755)
     launcher = tmp_path / "launcher"
     launcher.write_text(render_launcher(str(tmp_path / "python"), low_level=(str(tmp_path / "runc"),)))
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpuprov.runtime_hook import driver_files, settings
 from gpuprov.runtime_hook.settings import Settings, read_settings
 from tests.deployed import Deployed, deploy_below
+from tests.files import put
 
 DEFAULTS = {
     "accept_envvar_when_unprivileged": True, "accept_volume_mounts": False, "disable_require": False,
@@ -192,8 +193,7 @@ def test_no_text_raises(tmp_path_factory: pytest.TempPathFactory, text: str) -> 
 
 
 def program(path: Path) -> str:
-    path.write_text("#!/bin/sh\n")
-    path.chmod(0o755)
+    put(path, "#!/bin/sh\n", 0o755)
     return str(path)
 
 
@@ -243,9 +243,7 @@ def deployed(tmp_path: Path) -> Deployed:
     """A runtime over two low-level ones, which say which they are."""
     made = deploy_below(tmp_path)
     for name in ("first", "second"):
-        path = tmp_path / name
-        path.write_text(f"#!/bin/sh\necho {name}\n")
-        path.chmod(0o755)
+        put(tmp_path / name, f"#!/bin/sh\necho {name}\n", 0o755)
     made.settings.write_text(f'[nvidia-container-runtime]\nruntimes = ["{tmp_path}/first", "{tmp_path}/second"]\n')
     return made
 
@@ -267,8 +265,7 @@ def test_one_that_is_gone_since_gives_way_to_the_next(deployed: Deployed, tmp_pa
 
 @pytest.mark.parametrize("place", ["run", "run/low-level/x"])
 def test_containers_start_if_the_answer_cannot_be_kept(deployed: Deployed, tmp_path: Path, place: str) -> None:
-    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
-    (tmp_path / place).write_text("in the way")
+    put(tmp_path / place, "in the way")
     before = sorted(tmp_path.glob("run*"))
     done = call(deployed, "state")
     assert (done.returncode, done.stdout, done.stderr) == (0, "first\n", "")
