@@ -14,6 +14,11 @@ def ignore(event: Event) -> None:
     """Watch nothing."""
 
 
+def tell(message: str, done: int, total: int) -> None:
+    """Hear what a change tells while it works: never nothing."""
+    assert message
+
+
 def as_a_run(system: System, *changes: Change, end: str = "done") -> Journal:
     """Make changes; return the journal. Without `end` the run has none, as one that was killed."""
     journal = new_journal(system, "install")

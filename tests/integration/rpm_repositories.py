@@ -18,6 +18,7 @@ from gpuprov.protocol.spec import HostSpec, SiteRepository
 from tests.integration.rpm_host import RpmHost
 from tests.lab.rpm_repository import RpmPackage, build_package, build_rpm_repository, index, sign_package
 from tests.loopback import served
+from tests.runs import tell
 
 NEEDS = [pytest.mark.root, pytest.mark.needs("dnf", "zypper", "rpmbuild", "createrepo_c")]
 # os-release → its package manager.
@@ -77,10 +78,6 @@ def host(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RpmHost]:
     made = RpmHost(tmp_path / "root", request.param, HOSTS[request.param])
     yield made
     made.end_agents()
-
-
-def tell(message: str, done: int, total: int) -> None:
-    assert message
 
 
 def facts_of(host: RpmHost) -> HostFacts:

@@ -32,7 +32,7 @@ from tests.clock import has_ended
 from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
 from tests.lab.repository import sign
 from tests.lab.shell import wait_for
-from tests.runs import as_a_run, ignore, undo_last
+from tests.runs import as_a_run, ignore, tell, undo_last
 from tests.unit.refused import refused
 
 pytestmark = NEEDS
@@ -81,10 +81,6 @@ def host(request: pytest.FixtureRequest, server: SiteServer, tmp_path: Path) -> 
 def configure(host: ChrootHost, server: SiteServer) -> None:
     for change in plan_repositories(gather_files(host), server.spec, "x86_64"):
         change.apply(host, tell)
-
-
-def tell(message: str, done: int, total: int) -> None:
-    assert message
 
 
 def install(host: ChrootHost, *names: str) -> None:

@@ -22,9 +22,10 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
-from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build, tell
+from tests.integration.rpm_repositories import HOSTS, NEEDS, Repository, build
 from tests.lab.rpm_repository import RpmPackage
 from tests.loopback import free_port
+from tests.runs import tell
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 UNSIGNED = RpmPackage("unsigned-tools")

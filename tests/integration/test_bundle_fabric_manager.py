@@ -25,10 +25,10 @@ from tests.gpg import gpg_home
 from tests.integration.apt_chroot import chroot_host
 from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
-from tests.integration.rpm_repositories import tell
 from tests.integration.test_dcgm import build_dcgm
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
+from tests.runs import tell
 
 VERSION, NEWER = "550.163.01", "550.163.02"
 NAMES = ("nvidia-fabric-manager", "nvidia-imex-550")

@@ -30,11 +30,12 @@ from tests.integration.rpm_repositories import EACH_HOST, Repository, repository
 from tests.integration.rpm_repositories import HOSTS as RPM_HOSTS
 from tests.integration.rpm_repositories import manager as manager_on
 from tests.integration.rpm_repositories import plan_repositories as plan_rpm_repositories
+from tests.integration.test_power_cut import differences
 from tests.lab.rpm_repository import RpmPackage
 from tests.runs import ignore
 from tests.unit.ask import finished
 from tests.unit.fake_host import FakeHost, Tree
-from tests.unit.test_laws import FOREIGN, install, spec
+from tests.unit.test_laws import install, lay_foreign, spec
 
 __all__ = ["repository", "spec", "template"]
 pytestmark = pytest.mark.root
@@ -86,15 +87,9 @@ class FillingHost(FakeHost):
 def host(tmp_path: Path) -> Iterator[FillingHost]:
     with small_disk(tmp_path / "disk", "48m") as disk:
         made = FillingHost(disk, gpus=1)
-        for path, text in FOREIGN.items():
-            (disk / path).parent.mkdir(parents=True, exist_ok=True)
-            (disk / path).write_text(text)
+        lay_foreign(disk)
         made.run(("systemctl", "reload", "docker.service"))
         yield made
-
-
-def differences(one: Tree, other: Tree) -> set[str]:
-    return {path for path in {*one, *other} if one.get(path) != other.get(path)}
 
 
 # What its programs do not need the disk for is not here: the package manager, which tests of its own make fail.

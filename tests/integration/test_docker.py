@@ -24,6 +24,7 @@ from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError
 from tests.files import put
 from tests.integration.dockerd import DockerHost, docker_host
+from tests.runs import tell
 from tests.unit.refused import refused
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("dockerd")]
@@ -44,10 +45,6 @@ def runtime(host: DockerHost) -> str:
     path = host.folder / "runtime"
     put(path, f'#!/bin/sh\ntouch {host.folder}/runtime-was-called\nexec runc "$@"\n', 0o755)
     return str(path)
-
-
-def tell(message: str, done: int, total: int) -> None:
-    assert message
 
 
 def planned(host: DockerHost, runtime: str, *, set_default: bool = False) -> ReconfigureDocker:

@@ -27,8 +27,9 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 from tests.integration.opened_bundle import collected, opened
 from tests.integration.rpm_host import RpmHost
-from tests.integration.rpm_repositories import NEEDS, tell
+from tests.integration.rpm_repositories import NEEDS
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
+from tests.runs import tell
 
 pytestmark = [*NEEDS, pytest.mark.slow]
 _VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}

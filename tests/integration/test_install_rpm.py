@@ -10,6 +10,7 @@ import re
 
 import pytest
 
+from tests.integration.test_install import docker_start
 from tests.lab import Host
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Snapshot
@@ -28,10 +29,6 @@ def tree(host: Host) -> Snapshot:
 
 def packages(host: Host) -> list[str]:
     return sorted(host.ssh("rpm -qa").stdout.split())
-
-
-def docker_start(host: Host) -> str:
-    return host.ssh("systemctl show docker --property=ActiveEnterTimestampMonotonic,MainPID").stdout
 
 
 def test_the_whole_way(rpm_site: Site) -> None:

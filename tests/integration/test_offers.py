@@ -27,11 +27,11 @@ from tests.integration.rpm_repositories import (
     plan_repositories,
     repository,
     stranger,
-    tell,
     template,
 )
 from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
 from tests.loopback import served
+from tests.runs import tell
 
 __all__ = ["host", "repository", "stranger", "template"]
 pytestmark = NEEDS

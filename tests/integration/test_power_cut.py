@@ -30,7 +30,7 @@ from tests.read_once import read_once
 from tests.runs import ignore
 from tests.unit.ask import finished
 from tests.unit.fake_host import FakeHost, Tree
-from tests.unit.test_laws import FOREIGN, install, spec
+from tests.unit.test_laws import install, lay_foreign, spec
 
 __all__ = ["spec"]
 pytestmark = pytest.mark.root
@@ -123,9 +123,7 @@ def running(disk: Disk) -> Iterator[PoweredHost]:
     """Give a host that others use, too, all of it synced."""
     with disk.mounted() as root:
         host = PoweredHost(root, gpus=1)
-        for path, text in FOREIGN.items():
-            (root / path).parent.mkdir(parents=True, exist_ok=True)
-            (root / path).write_text(text)
+        lay_foreign(root)
         host.run(("systemctl", "reload", "docker.service"))
         host.sync()
         yield host

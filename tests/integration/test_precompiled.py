@@ -32,9 +32,9 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from tests.integration.rpm_host import RpmHost
-from tests.integration.rpm_repositories import NEEDS, tell
+from tests.integration.rpm_repositories import NEEDS
 from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
-from tests.runs import as_a_run, undo_last
+from tests.runs import as_a_run, tell, undo_last
 from tests.unit.ask import check_of
 
 pytestmark = [*NEEDS, pytest.mark.slow]

@@ -28,6 +28,7 @@ from tests.integration.rpm_repositories import tamper
 from tests.lab.repository import PACKAGE, build_package, build_repository, sign, stand_in
 from tests.lab.shell import run
 from tests.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, QuietHandler, served
+from tests.runs import tell
 
 pytestmark = [pytest.mark.root, pytest.mark.needs("apt-get")]
 
@@ -109,10 +110,6 @@ def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 @pytest.fixture
 def host(tmp_path: Path) -> AptHost:
     return AptHost(tmp_path / "root")
-
-
-def tell(message: str, done: int, total: int) -> None:
-    assert message
 
 
 def configure(host: AptHost, spec: HostSpec) -> None:

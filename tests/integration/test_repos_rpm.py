@@ -39,11 +39,11 @@ from tests.integration.rpm_repositories import (
     repository,
     stranger,
     tamper,
-    tell,
     template,
 )
 from tests.lab.rpm_repository import TOOLS, RpmPackage, index, sign_index, sign_package
 from tests.loopback import LOGIN_IN_URL, PASSWORD, LoginHandler, served
+from tests.runs import tell
 
 __all__ = ["host", "repository", "stranger", "template"]
 pytestmark = NEEDS

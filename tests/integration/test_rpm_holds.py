@@ -35,11 +35,10 @@ from tests.integration.rpm_repositories import (
     facts_of,
     manager,
     repository,
-    tell,
     template,
 )
 from tests.lab.rpm_repository import RpmPackage
-from tests.runs import as_a_run, undo_last
+from tests.runs import as_a_run, tell, undo_last
 from tests.simgpu import debian
 
 __all__ = ["repository", "template"]

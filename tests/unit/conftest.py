@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gpuprov.core.system import System
 from gpuprov.facts.host import HostFacts, gather
 from tests import world
 from tests.read_once import read_once
@@ -28,6 +29,16 @@ def known() -> Iterator[None]:
 def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
     """Return what is known of a system container of Debian 12 with GPUs, docker, and nothing of gpuprov's."""
     return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> FakeHost:
+    return FakeHost(tmp_path / "root")
+
+
+@pytest.fixture
+def system(tmp_path: Path) -> System:
+    return System(str(tmp_path))
 
 
 @pytest.fixture(autouse=True)

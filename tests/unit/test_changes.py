@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,11 +36,6 @@ from tests.unit.scripted import Scripted
 
 pytestmark = pytest.mark.root
 PATH = "/a/b/x"
-
-
-@pytest.fixture
-def system(tmp_path: Path) -> System:
-    return System(str(tmp_path))
 
 
 def lay(system: System, kind: str) -> None:

@@ -13,8 +13,7 @@ from gpuprov.bundle_create.repository import RepositoryKey, collect_rpm
 from gpuprov.core.changes import FileFact, WriteFile, tell_nobody
 from gpuprov.driver.kernel import dkms_note, dkms_packages, dkms_source
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.distros import Distribution, find_distribution
+from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.packages.known_repositories import dkms_repository
@@ -28,8 +27,8 @@ from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from gpuprov.repos import rpm_repositories
-from tests.unit.fake_host import FakeHost
 from tests.unit.scripted import Scripted
+from tests.unit.test_distros import row
 
 EPEL8 = "94E279EB8D8F25B21810ADF121EA45AB2F86D6A1"
 EPEL10 = "7D8D15CBFC4E62688591FB2633D98517E37ED158"
@@ -37,17 +36,6 @@ EPEL9 = "FF8AD1344597106ECE813B918A3872BF3228467C"
 BACKPORTS = "637B32FF3D83F07A7AE1C40A9C214D4065176565"
 RUNFILE = parse_spec({"driver_version": "580.178.04"})
 PACKAGES = HostSpec(driver="packages")
-
-
-@pytest.fixture(scope="module")
-def debian(tmp_path_factory: pytest.TempPathFactory) -> HostFacts:
-    return gather(FakeHost(tmp_path_factory.mktemp("host") / "root"))
-
-
-def row(name: str, version: str) -> Distribution:
-    found = find_distribution(name, version)
-    assert found is not None
-    return found
 
 
 def host(debian: HostFacts, name: str = "rocky", version: str = "9.5", *installed: str, files: str = "") -> HostFacts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts
@@ -18,11 +16,6 @@ _DNF = (
     "2026-11-20T06:12:51+0000 SUBDEBUG Upgraded: nvidia-driver-libs-3:550.163.01-1.el9.x86_64\n"
 )
 _ZYPPER = f"2026-11-20 06:12:44|install|nvidia-compute-G06|{NEW}-1|x86_64|root@a|repo|1f|\n"
-
-
-@pytest.fixture
-def host(tmp_path: Path) -> FakeHost:
-    return FakeHost(tmp_path / "root")
 
 
 @pytest.mark.parametrize(

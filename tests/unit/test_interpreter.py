@@ -27,11 +27,6 @@ pytestmark = pytest.mark.root
 USUAL = f"/usr/bin/{PYTHON}"
 
 
-@pytest.fixture
-def host(tmp_path: Path) -> FakeHost:
-    return FakeHost(tmp_path / "root")
-
-
 def another(host: FakeHost, path: str) -> str:
     """Put a Python that runs at a path, in a folder of its own."""
     put(host.path(path), "", 0o755)

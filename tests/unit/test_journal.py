@@ -47,11 +47,6 @@ class Fails(Change):
 KINDS: dict[str, type[Change]] = {"WriteFile": WriteFile, "Fails": Fails}
 
 
-@pytest.fixture
-def system(tmp_path: Path) -> System:
-    return System(str(tmp_path))
-
-
 def snapshot(root: Path) -> dict[str, tuple[int, bytes]]:
     files = {str(path.relative_to(root)): path for path in root.rglob("*") if "var/lib/gpuprov" not in str(path)}
     return {name: (path.lstat().st_mode, path.read_bytes() if path.is_file() else b"") for name, path in files.items()}

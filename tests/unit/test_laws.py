@@ -21,6 +21,7 @@ from gpuprov.protocol.events import ChangeDone, Event, Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests import simgpu
+from tests.files import put
 from tests.gpg import gpg_home
 from tests.lab.repository import build_repository
 from tests.loopback import served
@@ -44,6 +45,12 @@ FOREIGN = {
     "usr/lib/gpuprov/README": "a note of the administrator's",
     "dev/null-like": "",
 }
+
+
+def lay_foreign(root: Path) -> None:
+    for path, text in FOREIGN.items():
+        put(root / path, text)
+
 
 # What nvidia-docker 1 has left, for the step that removes it.
 LEFTOVER = "etc/default/nvidia-docker"
@@ -78,9 +85,8 @@ def host(tmp_path: Path) -> FakeHost:
 def used_host(root: Path) -> FakeHost:
     """Return a host that has files of others and leftovers, and whose docker runs with the file that it finds."""
     made = FakeHost(root)
-    for path, text in {**FOREIGN, LEFTOVER: "NV_DOCKER=docker\n"}.items():
-        (root / path).parent.mkdir(parents=True, exist_ok=True)
-        (root / path).write_text(text)
+    lay_foreign(root)
+    put(root / LEFTOVER, "NV_DOCKER=docker\n")
     made.run(("systemctl", "reload", "docker.service"))
     return made
 

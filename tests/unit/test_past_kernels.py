@@ -18,7 +18,7 @@ from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver.kernel import offer_problems
 from gpuprov.facts.host import HostFacts, gather
-from gpuprov.machine.distros import ROWS, Distribution, find_distribution
+from gpuprov.machine.distros import ROWS
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.packages.failures import Advice, finish_apt, finish_rpm
 from gpuprov.packages.interface import PackageFacts
@@ -34,12 +34,7 @@ from gpuprov.protocol.spec import HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
-
-
-def row(name: str, version: str) -> Distribution:
-    found = find_distribution(name, version)
-    assert found is not None
-    return found
+from tests.unit.test_distros import row
 
 
 def said(name: str, version: str, kernel: str, architecture: str = "x86_64") -> Advice:

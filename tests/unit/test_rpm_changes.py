@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from gpuprov.core.changes import Change, RemoveFile, WriteFile
+from gpuprov.core.changes import Change, RemoveFile, WriteFile, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER
 from gpuprov.packages.apt import APT
@@ -107,10 +107,6 @@ class Host(Scripted):
         return "".join(f"gcc 0:{text}-1.x86_64\n" for text in found.values())
 
 
-def tell(*_: object) -> None:
-    """Ignore progress."""
-
-
 # -- installing --------------------------------------------------------------------------------------------------------
 
 
@@ -125,7 +121,7 @@ def test_an_installation_lifts_holds_replaces_and_is_undone(tmp_path: Path) -> N
     before = change.capture(host)
     assert before["installed"] == ["gcc-10-1.x86_64", VIM]
     host.brings, host.replaces = {GCC, CPP}, {"gcc-10-1.x86_64"}
-    outcome = change.apply(host, tell)
+    outcome = change.apply(host, tell_nobody)
     assert (outcome["added"], outcome["replaced"]) == ([CPP], ["gcc-10-1.x86_64"])
     install = ("dnf", "--option", *DNF.install[1:], "gcc-11", "cpp")
     enabled = [("systemctl", "enable", unit) for unit in ("a.service", "b.service")]
@@ -197,7 +193,7 @@ def test_what_fails_is_named(tmp_path: Path, fails: tuple[str, ...], says: str) 
     change = InstallRpmPackages(DNF, ("gcc", "cpp"), ("a.service", "b.service"))
     before = change.capture(host)
     host.brings, host.fails = {GCC, CPP}, fails
-    problem = refused(lambda: InstallRpmPackages.undo(host, before, change.apply(host, tell)))
+    problem = refused(lambda: InstallRpmPackages.undo(host, before, change.apply(host, tell_nobody)))
     assert says in problem.what and "it fails" in problem.evidence
     assert problem.next_step or not {"systemctl", "-qa"} & {*fails}
 
@@ -206,7 +202,7 @@ def test_a_package_that_no_repository_has_gets_its_advice(tmp_path: Path) -> Non
     host = Host(tmp_path)
     host.fails, host.error = ("install",), "Error: Unable to find a match: gcc"
     advice = Advice("gcc", "its meaning", "its step")
-    problem = refused(InstallRpmPackages(DNF, ("gcc",), advice=advice).apply, host, tell)
+    problem = refused(InstallRpmPackages(DNF, ("gcc",), advice=advice).apply, host, tell_nobody)
     assert problem.what.endswith("its meaning") and problem.next_step == "its step"
 
 
@@ -214,7 +210,7 @@ def test_a_refresh_has_the_options_of_its_installation(tmp_path: Path) -> None:
     host = Host(tmp_path)
     change = RefreshRpmIndex(DNF, ("--option",))
     assert change.summary() == "refresh the package index (dnf -y makecache)"
-    change.apply(host, tell)
+    change.apply(host, tell_nobody)
     assert host.asked == [("dnf", "--option", "-y", "makecache")]
 
 
@@ -257,7 +253,7 @@ def test_a_package_without_a_copy_is_told_and_others_keep_theirs(tmp_path: Path)
     host.no_copy = {CPP}
     change = RemoveRpms(DNF, ("cpp", "gcc"))
     before = change.capture(host)
-    change.apply(host, tell)
+    change.apply(host, tell_nobody)
     # zypper keeps copies in folders of its own; one is of another removal.
     host.make_directory(f"{COPIES}/repo/x86_64")
     host.rename(f"{COPIES}/{GCC}.rpm", f"{COPIES}/repo/x86_64/{GCC}.rpm")
@@ -280,7 +276,7 @@ def test_a_removal_that_fails_is_an_error(tmp_path: Path, fails: tuple[str, ...]
     change = RemoveRpms(DNF, ("cpp", "gcc"))
     before = change.capture(host)
     with pytest.raises(GpuprovError) as caught:
-        change.apply(host, tell)
+        change.apply(host, tell_nobody)
         RemoveRpms.undo(host, before, None)
     assert says in caught.value.problems[0].what and "it fails" in caught.value.problems[0].evidence
     assert host.list_directory(COPIES), "the copies stay"

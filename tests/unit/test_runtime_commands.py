@@ -12,19 +12,15 @@ from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
 from gpuprov.engines import containerd
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode
 from tests.files import put
+from tests.unit.test_commands_for_containers import error_of
 
 CONFIG = 'version = 2\n\n# mine\n[plugins."io.containerd.grpc.v1.cri"]\n  sandbox_image = "pause"  # why\n'
 
 
 def run(*words: object) -> Result:
     return CliRunner().invoke(cli, ["runtime", "configure", *map(str, words)])
-
-
-def error_of(result: Result) -> GpuprovError:
-    assert isinstance(result.exception, GpuprovError), result.output
-    return result.exception
 
 
 @pytest.fixture

@@ -28,11 +28,6 @@ from gpuprov.protocol.errors import GpuprovError
 from tests.clock import clock_of, has_ended
 
 
-@pytest.fixture
-def system(tmp_path: Path) -> System:
-    return System(str(tmp_path))
-
-
 @pytest.mark.root
 def test_write_keeps_owner_and_leaves_no_temporary_file(system: System, tmp_path: Path) -> None:
     target = tmp_path / "daemon.json"

@@ -13,7 +13,7 @@ import pytest
 from gpuprov.cdi.discover import DriverFacts, Node, discover
 from gpuprov.cdi.generate import OTHER_PATHS, specification
 from gpuprov.cdi.specification import render_json
-from gpuprov.core.changes import Change, FileFact, MakeNode, SetMode
+from gpuprov.core.changes import Change, FileFact, MakeNode, SetMode, tell_nobody
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines.known import NVIDIA_RUNTIME
@@ -75,10 +75,6 @@ def host(tmp_path: Path) -> System:
     if not (tmp_path / "lib").exists():
         (tmp_path / "lib").symlink_to("usr/lib")
     return System(str(tmp_path))
-
-
-def tell(*_: object) -> None:
-    """Ignore progress."""
 
 
 def test_the_program_and_the_packages_of_each_toolkit() -> None:
@@ -241,7 +237,7 @@ def test_the_summary_and_the_diffs_of_the_specification(host: System) -> None:
     assert later.diff(host) == "" == later.diff_in_short(host)
     assert WriteCdiSpecification(b"{}").diff_in_short(host).startswith(f"{CDI_SPECIFICATION} (new)")
     assert change.diff_in_short(host) == "", "one that is no specification is shown whole"
-    change.apply(host, tell)
+    change.apply(host, tell_nobody)
     text = host.read_bytes(CDI_SPECIFICATION) or b""
     host.write(OTHER, b"{}\n")
     assert change.diff(host) == "" == change.diff_in_short(host)
@@ -259,7 +255,7 @@ def test_the_specifications_undo_restores_each_file(host: System, old_journal: b
     host.write(CDI_SPECIFICATION, b"old")
     before = WriteCdiSpecification(None).capture(host)
     assert [image["path"] for image in before["files"]] == [CDI_SPECIFICATION, *OTHER_PATHS]
-    WriteCdiSpecification(None).apply(host, tell)
+    WriteCdiSpecification(None).apply(host, tell_nobody)
     assert json.loads(host.read_text(CDI_SPECIFICATION) or "")["kind"] == "nvidia.com/gpu"
     assert host.path(CDI_SPECIFICATION).stat().st_mode & 0o777 == 0o644
     host.write(OTHER, b"new")
