@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -89,29 +90,24 @@ def _list_line(index: int, minor: int) -> str:
     return f"GPU {index}: {gpu(minor).name} (UUID: {gpu(minor).uuid})"
 
 
-@pytest.mark.parametrize("count", [1, 8, 16])
-def test_nvidia_smi_lists_every_gpu_that_has_a_node(count: int) -> None:
-    done = on_host(count, "$SMI -L")
-    assert done.stdout.splitlines() == [_list_line(minor, minor) for minor in range(count)]
-
-
-def test_gpus_without_a_node_do_not_exist_and_the_others_move_up() -> None:
-    done = on_host(4, "rm /dev/nvidia0 /dev/nvidia2; $SMI -L")
-    assert done.stdout.splitlines() == [_list_line(0, 1), _list_line(1, 3)]
-
-
-def test_a_node_with_another_number_is_no_gpu() -> None:
-    done = on_host(2, "rm /dev/nvidia1; mknod /dev/nvidia1 c 195 5; $SMI -L")
-    assert done.stdout.splitlines() == [_list_line(0, 0)]
-
-
-def test_a_node_that_may_not_be_opened_is_no_gpu() -> None:
+# GPUs, what happens to their nodes, and the minors that nvidia-smi lists.
+NODES = {
+    **{f"{count} with a node each": (count, ":", range(count)) for count in (1, 8, 16)},
+    "two without a node: the others move up": (4, "rm /dev/nvidia0 /dev/nvidia2", (1, 3)),
+    "a node with another number": (2, "rm /dev/nvidia1; mknod /dev/nvidia1 c 195 5", (0,)),
     # nodev refuses as the device cgroup does, for root too; the control node must stay usable.
-    command = """
+    "a node that may not be opened": (
+        2, """
     mkdir /dev/closed && mount -t tmpfs -o nodev none /dev/closed && mknod /dev/closed/n c 195 1
-    mount --bind /dev/closed/n /dev/nvidia1; $SMI -L
-    """
-    assert on_host(2, command).stdout.splitlines() == [_list_line(0, 0)]
+    mount --bind /dev/closed/n /dev/nvidia1""", (0,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("count", "command", "minors"), NODES.values(), ids=NODES)
+def test_nvidia_smi_lists_every_gpu_that_has_a_node(count: int, command: str, minors: Sequence[int]) -> None:
+    done = on_host(count, f"{command}; $SMI -L")
+    assert done.stdout.splitlines() == [_list_line(index, minor) for index, minor in enumerate(minors)]
 
 
 def test_query_gives_the_attributes_of_the_table() -> None:

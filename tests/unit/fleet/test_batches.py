@@ -86,19 +86,24 @@ def test_canaries_come_first_and_once(canary: str, names: list[str]) -> None:
 
 
 WRONG = [
-    (("0",), "--serial takes a number of hosts or a percentage, not '0'"),
-    (("1,,5",), "not ''"),
-    (("101%",), "not '101%'"),
-    (("-1",), "not '-1'"),
-    (("", "5 %%"), "--max-fail takes"),
-    (("", "", "0"), "--canary 0 names no host"),
+    (parse_rollout, ("0",), "--serial takes a number of hosts or a percentage, not '0'"),
+    (parse_rollout, ("1,,5",), "not ''"),
+    (parse_rollout, ("101%",), "not '101%'"),
+    (parse_rollout, ("-1",), "not '-1'"),
+    (parse_rollout, ("", "5 %%"), "--max-fail takes"),
+    (parse_rollout, ("", "", "0"), "--canary 0 names no host"),
+    (parse_host_commands, ("", "true {host}", 1), "--after-host needs --before-host"),
+    (parse_host_commands, ("true 'x", "", 1), "--before-host can't be split into arguments"),
+    (parse_host_commands, ("''", "", 1), "there is no program"),
+    (parse_host_commands, ("true {hots}", "", 1), "has an unknown place {hots}"),
+    (parse_host_commands, ("no-such-program-anywhere {host}", "", 1), "there is no program no-such-program-anywhere"),
 ]
 
 
-@pytest.mark.parametrize(("words", "what"), WRONG, ids=[str(words) for words, _ in WRONG])
-def test_what_makes_no_sense_is_refused(words: tuple[str, ...], what: str) -> None:
+@pytest.mark.parametrize(("parse", "words", "what"), WRONG, ids=[str(words) for _, words, _ in WRONG])
+def test_wrong_words_are_refused(parse: Callable[..., object], words: tuple[str | int, ...], what: str) -> None:
     with pytest.raises(UsageError) as caught:
-        parse_rollout(*words)
+        parse(*words)
     assert what in str(caught.value)
     assert caught.value.problems[0].next_step
 
@@ -117,23 +122,6 @@ HOST = HostTarget("gpu07", HostSpec(), address="10.0.0.7")
 
 def python(script: str) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
-
-
-@pytest.mark.parametrize(
-    ("before", "after", "said"),
-    [
-        ("", "true {host}", "--after-host needs --before-host"),
-        ("true 'x", "", "--before-host can't be split into arguments"),
-        ("''", "", "there is no program"),
-        ("true {hots}", "", "has an unknown place {hots}"),
-        ("no-such-program-anywhere {host}", "", "there is no program no-such-program-anywhere"),
-    ],
-)
-def test_wrong_commands_are_refused_before_any_host(before: str, after: str, said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        parse_host_commands(before, after, 1)
-    assert said in str(caught.value)
-    assert caught.value.problems[0].next_step
 
 
 @pytest.mark.parametrize("name", ["-rf", "--kubeconfig=/tmp/x", "a b", "a\nb", "$(reboot)", "", "a;b", "\x1b[2J"])
