@@ -64,7 +64,6 @@ OF_AN_IMAGE = "cuda>=12.6 " + " ".join(
         ("planet=earth moon=one", True),
         ("planet=earth,moon=one cuda>=13", False),
         (", cuda>=13", False),
-        (",", True),
         (OF_AN_IMAGE, False),
     ],
 )
