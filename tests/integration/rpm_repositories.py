@@ -103,6 +103,11 @@ def refresh(host: RpmHost) -> None:
     RefreshRpmIndex(manager(host)).apply(host, tell)
 
 
+def set_up(host: RpmHost, spec: HostSpec) -> None:
+    configure(host, spec)
+    refresh(host)
+
+
 def install(host: RpmHost, *names: str) -> tuple[InstallRpmPackages, dict[str, list[str]], dict[str, list[str]]]:
     change = InstallRpmPackages(manager(host), names)
     before = dict(change.capture(host))

@@ -123,6 +123,11 @@ def refresh(host: AptHost) -> None:
     RefreshPackageIndex().apply(host, tell)
 
 
+def set_up(host: AptHost, spec: HostSpec) -> None:
+    configure(host, spec)
+    refresh(host)
+
+
 def refusal(host: AptHost) -> str:
     with pytest.raises(GpuprovError) as caught:
         refresh(host)
@@ -130,8 +135,7 @@ def refusal(host: AptHost) -> str:
 
 
 def test_apt_accepts_our_key_and_source(host: AptHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
     assert "Candidate: 1.0" in policy and repository.url in policy
 
@@ -144,8 +148,7 @@ def test_a_login_is_used_and_only_root_can_read_it(host: AptHost, repository: Re
         spec = HostSpec(repositories=(site,))
         changes = plan_repositories(gather_files(host), spec, "x86_64")
         assert PASSWORD not in "".join(change.summary() + change.diff(host) for change in changes)
-        configure(host, spec)
-        refresh(host)
+        set_up(host, spec)
         policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
         assert f"1.0 500\n        500 {url}" in policy
     files = [path for path in (host.root / "etc/apt").rglob("*") if path.is_file()]
@@ -182,8 +185,7 @@ def test_nvidia_repository_keeps_distribution_driver(host: AptHost, repository: 
     host.write("/etc/apt/preferences.d/cuda-repository-pin-600", pin)
     (site,) = repository.spec.repositories
     with served(own) as url:
-        configure(host, HostSpec(repositories=(site, replace(site, name="own", uri=url))))
-        refresh(host)
+        set_up(host, HostSpec(repositories=(site, replace(site, name="own", uri=url))))
         wanted = ("libcuda1", "nvidia-smi", *others)
         newer = dict.fromkeys(wanted[:2], "580.178.04-1")
         assert candidates(host, *wanted) == {**newer, **others}
@@ -210,8 +212,7 @@ def test_duplicate_source_with_a_variable_is_removed(host: AptHost, repository: 
     for change in plan_repositories({}, wanted, "x86_64"):
         change.apply(host, tell)
     assert "two sources name the same repository, with different keys" in refusal(host)
-    configure(host, wanted)
-    refresh(host)
+    set_up(host, wanted)
 
 
 def test_a_second_source_among_others_is_switched_off_and_comes_back(host: AptHost, repository: Repository) -> None:
@@ -222,8 +223,7 @@ def test_a_second_source_among_others_is_switched_off_and_comes_back(host: AptHo
     taken = plan_repositories(gather_files(host), repository.spec, "x86_64")
     (cleaning,) = (change for change in taken if isinstance(change, WriteFile) and change.path == path)
     before = cleaning.capture(host)
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     assert "other/" in host.run(("apt-cache", "policy", PACKAGE)).stdout
     WriteFile.undo(host, before, {})
     assert host.read_bytes(path) == both
@@ -247,8 +247,7 @@ def test_an_armored_or_unreadable_key_is_put_right(host: AptHost, repository: Re
     for content, mode in (((repository.folder / "key.asc").read_bytes(), 0o644), (right, 0o600)):
         host.write(path, content, mode=mode)
         assert "not signed with a key that this host trusts" in refusal(host)
-        configure(host, repository.spec)
-        refresh(host)
+        set_up(host, repository.spec)
 
 
 def test_a_wrong_key_is_refused_before_it_is_trusted(host: AptHost, repository: Repository, stranger: Path) -> None:
@@ -357,16 +356,14 @@ def test_a_repository_that_never_answers_is_told(host: AptHost, repository: Repo
 
 
 def test_a_package_that_nobody_has_is_told(host: AptHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     for name in ("no-such-package", f"{PACKAGE}=9.9"):
         with pytest.raises(GpuprovError, match=f"{name} could not be installed: no repository has such a package"):
             InstallPackages((name,)).apply(host, tell)
 
 
 def test_a_package_that_was_tampered_with_is_told(host: AptHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     package = repository.folder / f"{PACKAGE}_1.0_all.deb"
     package.write_bytes(package.read_bytes()[:-1] + b"!")
     with pytest.raises(GpuprovError, match="a repository delivered a damaged file"):

@@ -37,6 +37,7 @@ from tests.integration.rpm_repositories import (
     plan_repositories,
     refresh,
     repository,
+    set_up,
     stranger,
     tamper,
     template,
@@ -66,8 +67,7 @@ def rpm_list(host: RpmHost) -> set[str]:
 
 def test_packages_come_from_our_repository_and_go_again(host: RpmHost, repository: Repository) -> None:
     before_all = rpm_list(host)
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     change, before, outcome = install(host, TOOLS.name)
     assert installed_files(host) == {TOOLS.name, "site-gpu-library"}
     assert outcome["added"] == ["site-gpu-library-1.0-1.noarch", "site-gpu-tools-1.0-1.noarch"]
@@ -108,8 +108,7 @@ def test_a_login_is_used_and_only_root_can_read_it(host: RpmHost, repository: Re
         shown = "".join(change.summary() + change.diff(host) for change in changes)
         assert PASSWORD not in shown and LOGIN_IN_URL not in shown
         assert manager(host).offered(host, (TOOLS.name,), changes)[TOOLS.name]
-        configure(host, spec)
-        refresh(host)
+        set_up(host, spec)
         install(host, TOOLS.name)
     assert TOOLS.name in installed_files(host)
     status = host.status(f"{manager(host).repository_directory}/gpuprov-site.repo")
@@ -117,8 +116,7 @@ def test_a_login_is_used_and_only_root_can_read_it(host: RpmHost, repository: Re
 
 
 def test_an_interrupted_installation_is_undone_by_what_was_there_before(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     change, before, _ = install(host, TOOLS.name)
     change.undo(host, before, None)
     assert rpm_list(host) - {name for name in rpm_list(host) if name.startswith("gpg-")} == {"base-system-1.0-1.noarch"}
@@ -127,8 +125,7 @@ def test_an_interrupted_installation_is_undone_by_what_was_there_before(host: Rp
 def test_requested_version_is_installed_and_an_upgraded_package_kept(host: RpmHost, repository: Repository) -> None:
     repository.add(RpmPackage("site-gpu-library", "2.0"))
     repository.add(RpmPackage("newer", requires="site-gpu-library >= 2.0"))
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     install(host, "site-gpu-library=1.0")
     assert "site-gpu-library-1.0-1.noarch" in rpm_list(host)
     change, before, outcome = install(host, "newer")
@@ -138,8 +135,7 @@ def test_requested_version_is_installed_and_an_upgraded_package_kept(host: RpmHo
 
 
 def test_what_others_need_by_now_is_not_taken_away(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     change, before, outcome = install(host, "site-gpu-library")
     install(host, TOOLS.name)
     said = refusal(lambda: change.undo(host, before, outcome))
@@ -246,8 +242,7 @@ def test_a_repository_out_of_reach_is_told(host: RpmHost, repository: Repository
 
 
 def test_a_package_that_nobody_has_is_told(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     for name in ("no-such-package", f"{TOOLS.name}=9.9"):
         said = refusal(lambda name=name: install(host, name))  # type: ignore[misc]
         assert f"{name} could not be installed: no repository has such a package" in said
@@ -267,16 +262,14 @@ def test_missing_headers_have_a_next_step(tmp_path: Path, repository: Repository
 
 
 def test_a_package_that_lacks_another_is_told(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     said = refusal(lambda: install(host, "incomplete"))
     assert "the packages do not fit together" in said and "nobody-has-this >= 2" in said
 
 
 @pytest.mark.parametrize("length", ["same", "longer"])
 def test_a_package_that_was_tampered_with_is_refused(host: RpmHost, repository: Repository, length: str) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     package = repository.folder / TOOLS.file_name
     content = package.read_bytes()
     package.write_bytes(content[:-1] + b"!" if length == "same" else content + b"!")
@@ -289,8 +282,7 @@ def test_a_package_that_was_tampered_with_is_refused(host: RpmHost, repository: 
 
 def test_an_unsigned_package_in_a_signed_repository_is_refused(host: RpmHost, repository: Repository) -> None:
     repository.add(RpmPackage("unsigned"), signed=False)
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     assert "not signed with a key that this host trusts" in refusal(lambda: install(host, "unsigned"))
     assert installed_files(host) == set()
 
@@ -299,8 +291,7 @@ def test_a_package_signed_by_another_key_is_refused(host: RpmHost, repository: R
     file = repository.folder / TOOLS.file_name
     sign_package(file, stranger / "gnupg", (stranger / "www/fingerprint").read_text())
     index(repository.folder, repository.gnupg)
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     assert "not signed with a key that this host trusts" in refusal(lambda: install(host, TOOLS.name))
     assert installed_files(host) == set()
 
@@ -386,8 +377,7 @@ def rpms(host: RpmHost) -> set[str]:
 
 @pytest.mark.slow
 def test_packages_come_back_from_copies(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     install(host, TOOLS.name)
     before_all = rpms(host)
     change = RemoveRpms(manager(host), _NAMES)
@@ -406,8 +396,7 @@ def test_packages_come_back_from_copies(host: RpmHost, repository: Repository) -
 
 @pytest.mark.slow
 def test_what_no_repository_has_any_more_is_told(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     install(host, TOOLS.name)
     for path in repository.folder.rglob("*.rpm"):
         path.unlink()
@@ -424,8 +413,7 @@ def test_what_no_repository_has_any_more_is_told(host: RpmHost, repository: Repo
 
 @pytest.mark.slow
 def test_another_package_keeps_what_it_needs(host: RpmHost, repository: Repository) -> None:
-    configure(host, repository.spec)
-    refresh(host)
+    set_up(host, repository.spec)
     install(host, TOOLS.name)
     assert manager(host).needed_by(host, ("site-gpu-library",)) == {"site-gpu-library": (TOOLS.name,)}
     assert manager(host).needed_by(host, _NAMES) == {}
