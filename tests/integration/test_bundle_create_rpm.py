@@ -95,7 +95,7 @@ def strip_the_signature(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("os_release", "damage"), [("rocky-9.5", strip_the_signature), ("opensuse-tumbleweed", tamper)]
 )
-def test_manager_checks_again(template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]) -> None:
+def test_manager_finds_damage(template: Path, tmp_path: Path, os_release: str, damage: Callable[[Path], None]) -> None:
     made = collected(recipe((source(template),), "site-gpu-tools"), tmp_path)
     host = RpmHost(tmp_path / "root", os_release, HOSTS[os_release])
     system = gather(host).os
@@ -118,7 +118,7 @@ def test_manager_checks_again(template: Path, tmp_path: Path, os_release: str, d
         ({"fingerprint": "A" * 40}, "site-gpu-tools", "not the one that is pinned"),
     ],
 )
-def test_tampering_is_refused(template: Path, tmp_path: Path, change: dict[str, Any], package: str, says: str) -> None:
+def test_bad_source_is_refused(template: Path, tmp_path: Path, change: dict[str, Any], package: str, says: str) -> None:
     with pytest.raises(GpuprovError, match=says):
         collected(recipe((source(template, **change),), package), tmp_path)
 

@@ -434,7 +434,7 @@ def without_link(name: str) -> Callable[[dict[str, Any]], None]:
         (lambda one: one["containerEdits"]["mounts"].pop(0), "EGL_nvidia.so.550.163.01 is missing"),
     ],
 )
-def test_other_cdi_version_serves_if_whole(host: Host, change: Callable[[dict[str, Any]], object], says: str) -> None:
+def test_other_version_serves_if_it_has_all(host: Host, change: Callable[[dict[str, Any]], object], says: str) -> None:
     driver = discover(host)
     content = changed(render_json(specification(driver)), change)
     assert difference(content, driver) != ""

@@ -128,7 +128,7 @@ SIDECAR = {"restartPolicy": "Always"}
         ([asking(0)], [asking(0)], 0),
     ],
 )
-def test_pod_request_is_its_sum(initial: list[dict[str, Any]], containers: list[dict[str, Any]], held: int) -> None:
+def test_pod_holds_what_it_needs(initial: list[dict[str, Any]], containers: list[dict[str, Any]], held: int) -> None:
     """As the scheduler counts: Kubernetes documentation, "Sidecar Containers", Resource sharing within containers."""
     pod = {"status": {"phase": "Running"}, "spec": {"initContainers": initial, "containers": containers}}
     assert used_resources({"items": [pod, pod]}).get("nvidia.com/gpu", 0) == 2 * held
