@@ -83,9 +83,7 @@ def test_an_unsigned_bundle_is_refused_if_a_key_is_pinned(signer: Signer, tmp_pa
     ],
     ids=["another key", "the pinned key, signed by another", "both keys", "rubbish for a signature"],
 )
-def test_what_the_pinned_key_did_not_sign_is_refused(
-    signer: Signer, tmp_path: Path, keys: tuple[str, ...], signed_by: str, says: str
-) -> None:
+def test_pinned_key_must_sign(signer: Signer, tmp_path: Path, keys: tuple[str, ...], signed_by: str, says: str) -> None:
     key = b"".join(signer.key(f"{name}@example.org") for name in keys)
     signature = signer.sign(manifest_with(key), f"{signed_by}@example.org") if signed_by else os.urandom(200)
     said = refusal(write(tmp_path / "b.tar", key, signature), signer.pinned)

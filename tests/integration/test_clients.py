@@ -324,9 +324,7 @@ def test_docker_29_gives_by_cdi_the_gpus_that_the_hook_gives(prepared: Callable[
     assert done.returncode != 0 and "gpuprov: " in done.stderr, done.stderr
 
 
-def test_docker_29_cdi_ignores_requirements_capabilities_settings(
-    prepared: Callable[[str], Host],
-) -> None:
+def test_docker_29_cdi_ignores_requirements_capabilities_settings(prepared: Callable[[str], Host]) -> None:
     host = prepared("sid")
     # `utility` is what has nvidia-smi.
     refused = {

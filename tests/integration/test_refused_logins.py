@@ -297,9 +297,7 @@ def agent(tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.parametrize("options", [(), (("IdentitiesOnly", "yes"),)], ids=["any key", "IdentitiesOnly"])
 @pytest.mark.parametrize("suffix", ["", ".pub"])
-def test_a_key_that_is_named_is_used_from_the_agent(
-    target: HostTarget, agent: Path, suffix: str, options: tuple[tuple[str, str], ...]
-) -> None:
+def test_named_key_of_agent(target: HostTarget, agent: Path, suffix: str, options: tuple[tuple[str, str], ...]) -> None:
     named = dataclasses.replace(target, identity_file=f"{agent}{suffix}")
     with connected(dataclasses.replace(named, ssh_options=(*target.ssh_options, *options)), ACCEPTING) as connection:
         assert connection.is_connected

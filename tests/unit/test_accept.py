@@ -172,9 +172,7 @@ ONE = '<gpu id="0"><uuid>GPU-0</uuid></gpu>'
 @pytest.mark.parametrize(
     "answer", [(TIMED_OUT, ""), (0, ""), (137, ONE), (15, "Unable to determine the device handle for GPU1: Lost")]
 )
-def test_no_load_starts_on_gpus_of_which_nvidia_smi_does_not_tell_that_they_are_idle(
-    tmp_path: Path, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_load_needs_known_idle_gpus(tmp_path: Path, answer: tuple[int, str], monkeypatch: pytest.MonkeyPatch) -> None:
     """As where it hangs while verify runs; a process of another container shows nowhere else."""
     host = HealthHost(tmp_path)
     host.report = report_of("", "")

@@ -279,9 +279,7 @@ x ansible_host="{{ ansible_facts.nodename }}" gpuprov_imex="{{ nowhere }}"
 
 
 @pytest.mark.parametrize("domain", ["rack1", "tray"])
-def test_a_limit_reads_no_more_of_other_hosts_than_it_needs(
-    plugin: ModuleType, tmp_path: Path, domain: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_limit_reads_no_more(plugin: ModuleType, tmp_path: Path, domain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By Ansible's own inventory and templates."""
     (tmp_path / "hosts").write_text(_LIMITED % domain)
     loader = DataLoader()

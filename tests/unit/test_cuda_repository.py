@@ -407,9 +407,7 @@ def test_packages_without_a_version_are_of_a_branch_that_serves_the_gpus(metal: 
     ("gpu", "distribution", "release"),
     [(_VOLTA, ("fedora", "44", "dnf"), PACKAGED.resolved("580")), (_KEPLER, ("debian", "12", "apt"), "470.256.02")],
 )
-def test_where_no_package_serves_the_gpus_it_is_said(
-    metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str
-) -> None:
+def test_gpus_without_package(metal: HostFacts, gpu: PciGpu, distribution: tuple[str, str, str], release: str) -> None:
     facts = on(replace(metal, gpus=(gpu,)), *distribution)
     assert with_branch(facts, spec()) == spec()
     (problem,) = problems(facts, spec())

@@ -253,9 +253,7 @@ def test_the_detectors_condition_follows_the_host(detector: NodeProblemDetector,
     assert detector.run() == fit
 
 
-def test_the_detector_does_not_know_of_a_host_whose_gpus_do_not_answer(
-    detector: NodeProblemDetector, host: HealthHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_answer_is_unknown(detector: NodeProblemDetector, host: HealthHost, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "NPD_SECONDS", 0.01)
     forever = threading.Event()
     monkeypatch.setattr(host, "run", lambda argv, **more: forever.wait())

@@ -333,9 +333,7 @@ def test_a_plugin_that_does_not_stop_is_an_error(tmp_path: Path) -> None:
     ],
     ids=["gone", "there", "no line of passwd", "its group is there"],
 )  # fmt: skip
-def test_an_account_is_made_again_where_it_is_gone(
-    tmp_path: Path, answers: dict[str, tuple[int, str]], line: str, programs: list[str]
-) -> None:
+def test_account_is_remade(tmp_path: Path, answers: dict[str, tuple[int, str]], line: str, programs: list[str]) -> None:
     host = machine(tmp_path, **answers)
     CHANGE_KINDS["RemoveAccount"].undo(host, {"name": "x", "line": line}, {})
     assert [words[0] for words in host.asked] == programs

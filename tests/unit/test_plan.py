@@ -130,9 +130,7 @@ def test_without_docker_it_is_neither_required_nor_installed_nor_touched(facts: 
     ("node", "named", "restarts"),
     [((), (), True), (("kubelet",), (), False), (("kubelet",), ("containerd",), True), (("k3s",), (), True)],
 )
-def test_a_clusters_engine_is_restarted_only_if_it_is_named(
-    facts: HostFacts, node: tuple[str, ...], named: tuple[str, ...], restarts: bool
-) -> None:
+def test_named_engine_restarts(facts: HostFacts, node: tuple[str, ...], named: tuple[str, ...], restarts: bool) -> None:
     host = replace(facts, docker=DockerFacts(), kubernetes=node, engines={"containerd": EngineFacts("/usr/bin/x")})
     change = planned(host, spec(docker="none", engines=list(named)), ConfigureEngine)
     assert change.restart is restarts

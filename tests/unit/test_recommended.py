@@ -84,9 +84,7 @@ def bulletin(fixed_in: str) -> dict[str, Any]:
         ((V100,), {}, IN_2028, NEWEST, "long-term branch"),
     ],
 )  # fmt: skip
-def test_the_table_of_choices(
-    ids: tuple[str, ...], sent: dict[str, Any], clock: int, version: str, sentence: str
-) -> None:
+def test_table_of_choices(ids: tuple[str, ...], sent: dict[str, Any], clock: int, version: str, sentence: str) -> None:
     own = Tables(sent)
     found = recommend(ids, own.table("driver_releases")["newest"].values(), "auto", clock, own)
     assert (found.driver, found.version) == ("runfile", version)

@@ -225,9 +225,7 @@ def contents(host: Host) -> set[str]:
     ],
 )
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_run_has_what_its_changes_need_and_nothing_stays(
-    tmp_path: Path, changes: tuple[Change, ...], files: set[str], fails: bool
-) -> None:
+def test_needed_files_come_and_go(tmp_path: Path, changes: tuple[Change, ...], files: set[str], fails: bool) -> None:
     host = Host(tmp_path)
     manifest = replace(MANIFEST, packages=(*MANIFEST.packages, PACKAGE))
     write_test_bundle(tmp_path / "root/bundle.tar", manifest, CONTENT)

@@ -182,9 +182,7 @@ def test_a_container_that_runs_since_before_an_update_is_restarted(image: Image)
         ("999.1", "12.4", None, True),
     ],
 )  # fmt: skip
-def test_the_images_cuda_against_its_libcuda(
-    image: Image, driver: str, cuda: str, results: tuple[int, ...] | None, note: bool
-) -> None:
+def test_cuda_versus_libcuda(image: Image, driver: str, cuda: str, results: tuple[int, ...] | None, note: bool) -> None:
     image.library(DRIVER, driver)
     image.add(f"/usr/local/cuda/lib64/libcudart.so.{cuda}", b"")
     found = image.survey(kernel=driver)

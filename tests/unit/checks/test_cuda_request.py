@@ -106,9 +106,7 @@ def test_silent_engine_may_have_the_container(ends: tuple[int, str], monkeypatch
 
 
 @pytest.mark.parametrize("arguments", [{}, {"variables": 7, "program": "/usr/bin/python3"}, {"subject": None}])
-def test_a_request_of_another_version_asks_for_the_host(
-    arguments: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_version_asks_host(arguments: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, Program]] = []
 
     def survey(system: System, name: str, call: Program) -> Survey:

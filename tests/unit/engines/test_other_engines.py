@@ -229,9 +229,7 @@ def test_an_engine_that_is_kept_running_reads_its_files_later_and_is_not_restart
         (("usr/local/bin/k3s", "snap/bin/microk8s"), ("k3s", "microk8s"), ("k3s", "microk8s")),
     ],
 )
-def test_what_makes_a_host_a_kubernetes_node(
-    host: Host, paths: tuple[str, ...], found: tuple[str, ...], own: tuple[str, ...]
-) -> None:
+def test_signs_of_kubernetes(host: Host, paths: tuple[str, ...], found: tuple[str, ...], own: tuple[str, ...]) -> None:
     for path in paths:
         (host.root / path).parent.mkdir(parents=True, exist_ok=True)
         (host.root / path).touch()

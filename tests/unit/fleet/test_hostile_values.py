@@ -163,9 +163,7 @@ def test_what_is_refused_is_in_every_output_as_a_failure(tmp_path: Path, monkeyp
     ],
     ids=["16,000 checks", "3 MB summary", "50,000 changes", "5,000 planned"],
 )
-def test_too_much_of_one_host_is_refused_soon(
-    lines: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flood_is_refused_soon(lines: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     honest, too_many = [to_line(one) for one in RUN], lines()
     begun = time.process_time()

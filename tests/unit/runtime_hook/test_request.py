@@ -318,9 +318,7 @@ def test_cuda_versions_of_four_thousand_digits_are_none() -> None:
         ("NVIDIA_IMEX_CHANNELS=1", (), IMEX_IGNORED, []),
     ],
 )
-def test_imex_channels(
-    environment: str, mounts: tuple[str, ...], settings: dict[str, Any], channels: list[str]
-) -> None:
+def test_channels(environment: str, mounts: tuple[str, ...], settings: dict[str, Any], channels: list[str]) -> None:
     config = config_of(f"NVIDIA_VISIBLE_DEVICES=0 {environment}".strip(), *(f"{MOUNT_ROOT}/{name}" for name in mounts))
     assert parse_request(config, Settings(settings)).imex_channels == channels
 
