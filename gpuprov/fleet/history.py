@@ -74,8 +74,9 @@ class Run:
 
 def state_folder(name: str = "runs") -> Path:
     """Return a folder of what gpuprov stores of this user's runs, by default that of their results."""
-    state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return (Path(state) / "gpuprov" / name).expanduser()
+    state = os.environ.get("XDG_STATE_HOME", "")
+    # A relative one is to be ignored (XDG Base Directory Specification).
+    return (Path(state if state.startswith("/") else "~/.local/state") / "gpuprov" / name).expanduser()
 
 
 def stored(folder: str, kind: type[T]) -> Iterator[tuple[Path, T]]:

@@ -280,6 +280,13 @@ def test_a_home_that_is_not_there_is_not_made(tmp_path: Path, monkeypatch: pytes
     assert not (tmp_path / "nonexistent").exists()
 
 
+def test_a_relative_state_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the XDG Base Directory Specification says: it would be another folder in each working directory."""
+    monkeypatch.setenv("XDG_STATE_HOME", "state")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert history.state_folder() == tmp_path / ".local/state/gpuprov/runs"
+
+
 # -- drained hosts -----------------------------------------------------------------------------------------------------
 
 
