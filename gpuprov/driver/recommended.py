@@ -20,7 +20,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import generations, run_files
 from gpuprov.driver.run_files import INCOMPLETE_MARK
 from gpuprov.facts.host import driver_package, manager_on
-from gpuprov.machine.machine import gather_kernel
+from gpuprov.machine.machine import Kernel, gather_kernel
 from gpuprov.machine.pci import gather_gpus, own_ids
 from gpuprov.protocol import known_problems
 from gpuprov.protocol.advisories import DRIVER, advisories, updated, vulnerabilities
@@ -81,13 +81,9 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     table = tables.table(RELEASES)
     known = (*table["newest"].values(), *table["sha256"].get(system.architecture(), {}))
     on_mirror = functools.cache(lambda: run_files.mirror_releases(system, spec, system.architecture()))
-    kept = _kept(system, spec, ids, driver)
-    others = {"gpus": ids, "builds": True, "mig": False, "toolkit": "", "docker": "", "podman": ""}
+    kept, breaks = _kept(system, spec, ids, driver), _known_to_break(kernel, ids, tables)
     # The same text for the same set.
     models = ", ".join(sorted({name_of(one, tables) or one for one in ids}))
-
-    def breaks(version: str) -> bool:
-        return bool(known_problems.matching({**kernel.conditions(), **others, "driver": version}, tables))
 
     def best_of(releases: Iterable[str]) -> Choice:
         return recommend(ids, releases, spec.kernel_module_type, system.clock(), tables, floor, breaks)
@@ -97,9 +93,8 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     is_known = bool(other) and other in (on_mirror() if spec.driver_mirror else known)
     is_no_older = is_known and version_numbers(other) >= version_numbers(there)
     if is_no_older and _is_sound(ids, other, spec, tables) and not breaks(other):
-        kept = Choice(
-            RUNFILE, other, f"as other hosts with these GPUs have, {_serves(ids, tables)}{_ANOTHER}", is_new=True
-        )
+        why = f"as other hosts with these GPUs have, {_serves(ids, tables)}{_ANOTHER}"
+        kept = Choice(RUNFILE, other, why, is_new=True)
     floor = kept.version if kept is not None else there
     no_modules = kernel.container if spec.kernel_modules == "auto" else spec.kernel_modules == "none"
     from_packages = kept is not None and kept.driver != RUNFILE
@@ -117,6 +112,12 @@ def choose(system: System, spec: HostSpec, fleet: Mapping[str, str] = _NOBODY, *
     if spec.driver_mirror and found.driver == RUNFILE and found.version != driver.library_version:
         found = replace(found, url=on_mirror().get(found.version, ""))
     return replace(found, gpus=models)
+
+
+def _known_to_break(kernel: Kernel, ids: Sequence[str], tables: Tables) -> Callable[[str], bool]:
+    """Return the function that says whether a release is known to fail on a host with this kernel and these GPUs."""
+    host = {**kernel.conditions(), "gpus": ids, "builds": True, "mig": False, "toolkit": "", "docker": "", "podman": ""}
+    return lambda version: bool(known_problems.matching({**host, "driver": version}, tables))
 
 
 def _kept(system: System, spec: HostSpec, ids: Sequence[str], driver: DriverFacts) -> Choice | None:
