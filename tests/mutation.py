@@ -41,7 +41,8 @@ runtime_hook/rootfs fleet/rolling agent/probe facts/leftovers
 boot/clean boot/nvidia_docker boot/prepare boot/reboot boot/watch core/changes core/units driver/cuda_toolkit
 driver/dcgm driver/vgpu driver/fabric_manager driver/imex driver/kernel driver/run_files driver/mig driver/nouveau
 driver/packaged driver/running_driver driver_run engines/other_engines engines/docker_change engines/docker_proxy
-engines/nvidia_docker packages/apt_changes packages/interface packages/rpm_locks packages/rpm plan/with_bundle toolkit
+engines/nvidia_docker_removal packages/apt_changes packages/interface packages/rpm_locks packages/rpm plan/with_bundle
+toolkit
 """  # From boot/clean on, these hold the kinds of change: a test compares them with plan.steps.CHANGE_KINDS.
 # Of the first run, and beside what its tests took there: a mutant that makes a loop endless is found, too.
 _FIRST_LIMIT, _LIMIT = 3600, 20

@@ -9,7 +9,7 @@ from dataclasses import replace
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.engines.containers import stop_command
 from gpuprov.engines.docker_unit import DAEMON_JSON
-from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
+from gpuprov.engines.nvidia_docker_removal import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, NVIDIA_DOCKER, PLUGIN, UNIT
 from gpuprov.packages import retired

@@ -14,7 +14,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import edited
 from gpuprov.engines.docker_unit import DAEMON_JSON
 from gpuprov.engines.known import EngineFacts, RuntimeEntry
-from gpuprov.engines.nvidia_docker import RemoveFolder, RemoveVolume, StopPlugin
+from gpuprov.engines.nvidia_docker_removal import RemoveFolder, RemoveVolume, StopPlugin
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import FOLDER, UNIT, Leftovers, Volume
 from gpuprov.packages import retired
