@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,7 @@ from gpuprov.checks.cuda_checks import DIVIDED, explain_image, source_of
 from gpuprov.checks.engines import ALL, EngineTest
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import NOT_FOUND, Completed
-from gpuprov.protocol.codec import Name, Text, WrongDataError, load
+from gpuprov.protocol.codec import Name, Text, WrongDataError, json_at, load
 from gpuprov.protocol.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
@@ -74,10 +73,7 @@ def _asked(test: EngineTest, framework: str) -> tuple[_Answer, Completed]:
         older = _run(test, "python", source)
         done = done if older.returncode == NOT_FOUND else older
     for line in reversed(done.stdout.splitlines()):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
+        found = json_at(line)
         if isinstance(found, dict):
             try:
                 return load(_Answer, found), done

@@ -19,6 +19,7 @@ import click
 
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, merged, rows_of, table_of
+from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.secrets import masked
@@ -91,10 +92,7 @@ def update(source: str, sha256: str) -> None:
 
 def _read(name: str, content: bytes) -> tuple[tuple[Advisory, ...], dict[str, Any] | None]:
     """Return the advisories of a document or of a gpuprov table, and the table of known problems, if it has one."""
-    try:
-        data: Any = json.loads(content)
-    except (ValueError, RecursionError):
-        data = None
+    data = json_at(content)
     if not isinstance(data, dict) or not {"rows", "problems"} & {*data}:
         rows = parse_csaf(content, name)
         try:  # once in the table, such a row would end each later run

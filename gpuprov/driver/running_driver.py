@@ -21,7 +21,7 @@ from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import require_answer
-from gpuprov.protocol.codec import WrongDataError, load, parse
+from gpuprov.protocol.codec import WrongDataError, json_at, load, parse
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 
@@ -303,10 +303,7 @@ def parse_containers(text: str, holding: set[str]) -> Mapping[str, str]:
 
     A container with the GPU closed counts too: it has the old driver's libraries, and would fail with the new driver.
     """
-    try:
-        rows: Any = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    rows = json_at(text) or ()
     return {str(row["Id"]): str(row["Name"]).lstrip("/") for row in rows if row["Id"] in holding or _asks_for_gpus(row)}
 
 

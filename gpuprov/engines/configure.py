@@ -14,6 +14,7 @@ from gpuprov.engines.docker_config import edited as edited_json
 from gpuprov.engines.docker_unit import dockerd_version, flag_values, gather_unit, runtime_flags_problem, text_of
 from gpuprov.engines.known import ENGINES, Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.engines.toml import edited, emptied, matching, merged, read, read_output, read_without_ours, table_at
+from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -95,10 +96,7 @@ def _hook_json(program: str) -> bytes:
 
 def is_hook_for(content: bytes, program: str) -> bool:
     """Say whether a hooks.d file runs that program, so that it may be removed."""
-    try:
-        return bool(json.loads(content)["hook"]["path"] == program)
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
+    return bool(json_at(content, "hook", "path") == program)
 
 
 def _docker(system: Reader, request: ConfigureRequest) -> Configuration:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -16,6 +15,7 @@ from gpuprov.engines.docker_change import RUNTIME, ReconfigureDocker
 from gpuprov.engines.docker_config import edited, knows_cdi, needs_feature, parse_config
 from gpuprov.engines.docker_unit import DAEMON_JSON, SOCKET, UNIT, DockerUnit
 from gpuprov.engines.known import RuntimeEntry
+from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 
@@ -156,10 +156,7 @@ def parse_info(text: str) -> DockerFacts:
     """Return the fields of `docker info --format '{{json .}}'`; a daemon that does not respond counts as not active."""
     # A wrapper of docker's client may print lines of its own first.
     start = re.search(r"^\{", text, re.MULTILINE)
-    try:
-        info: Any = json.loads(text[start.start() :] if start else text)
-    except (ValueError, RecursionError):
-        info = None
+    info = json_at(text[start.start() :] if start else text)
     if not isinstance(info, dict):
         return DockerFacts(error=text.strip()[:200])
     errors = info.get("ServerErrors") or []

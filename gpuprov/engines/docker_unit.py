@@ -5,7 +5,6 @@ systemd is the source, because the next start uses it; if dockerd was started by
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from gpuprov.core.commands import silence
 from gpuprov.core.system import System
 from gpuprov.engines.known import Reader
+from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import Problem
 
 DAEMON_JSON = "/etc/docker/daemon.json"
@@ -237,12 +237,8 @@ def will_live_restore(unit: DockerUnit, text: str | None) -> bool:
 
     One that starts without it ends the containers that a former one with it has left running.
     """
-    try:
-        config = json.loads((text or "{}").lstrip("\ufeff"))
-    except (ValueError, RecursionError):
-        config = None
     by_flag = any(word in ("--live-restore", "--live-restore=true") for word in unit.arguments)
-    return by_flag or (isinstance(config, dict) and config.get("live-restore") is True)
+    return by_flag or json_at((text or "").lstrip("\ufeff"), "live-restore") is True
 
 
 def failure(system: System) -> Problem | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shlex
 import struct
@@ -16,6 +15,7 @@ from gpuprov.core.files import NO_FILE
 from gpuprov.core.system import System
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import Commands
+from gpuprov.protocol.codec import json_at
 from gpuprov.runtime_hook.driver_files import disagreement, next_step
 
 PRELOAD = "/etc/ld.so.preload"
@@ -241,10 +241,7 @@ def gather_cuda(system: System) -> CudaFacts:
 
 def version_in(system: System, folder: str) -> str:
     """Return the version that a toolkit reports, or ""."""
-    try:
-        return str(json.loads(system.read_text(f"{folder}/version.json") or "")["cuda"]["version"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
+    return str(json_at(system.read_text(f"{folder}/version.json") or "", "cuda", "version") or "")
 
 
 _INSTALLER_LOG = "/var/log/nvidia-installer.log"

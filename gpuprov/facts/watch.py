@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +10,7 @@ from gpuprov.core.changes import FileFact, file_digest
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.boot import UNITS
+from gpuprov.protocol.codec import json_at
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
 
 OFF = "off"
@@ -68,10 +68,7 @@ def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[s
 
 def stored(content: bytes | None) -> dict[str, Any]:
     """Return the content of a stored specification, empty if unreadable: then it is written again."""
-    try:
-        data = json.loads(content or b"")
-    except (ValueError, RecursionError):
-        return {}
+    data = json_at(content or b"")
     return data if isinstance(data, dict) else {}
 
 

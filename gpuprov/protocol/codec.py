@@ -78,6 +78,17 @@ def parse(text: str | bytes) -> Any:
         raise WrongDataError(str(error)) from None
 
 
+def json_at(text: str | bytes, *path: str) -> Any:
+    """Return the value at a path of keys in a text of JSON; None if there is none, or for any other text."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    for name in path:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found
+
+
 def load(
     cls: type[T], data: Any, *, trusted: bool = False, exact: bool = False,
     key: Callable[[Field[Any]], str] = attrgetter("name"), null_is_empty: bool = False,

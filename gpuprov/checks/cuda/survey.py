@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from gpuprov.checks.cuda.compatibility import Incompatibility, Runtime, find_run
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
 from gpuprov.core.system import System
+from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
 from gpuprov.runtime_hook.driver_files import CONTAINER
@@ -136,10 +136,7 @@ def _inspected(system: System, name: str) -> tuple[str, str, Mapping[str, Any]]:
 
 
 def _description(text: str) -> Mapping[str, Any]:
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
+    found = json_at(text)
     one = found[0] if isinstance(found, list) and found else None
     return one if isinstance(one, dict) else {}
 
