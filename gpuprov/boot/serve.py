@@ -130,8 +130,7 @@ def gpu_report(system: System, second: int) -> Mapping[str, Any]:
     if not library:
         raise GpuprovError("there is no NVML on this host", "no libnvidia-ml.so.1", "gpuprov doctor")
     done = run_child(system, library, "gpuprov.boot.gpu_report_child")
-    if not done.ok:
-        raise GpuprovError("NVML does not answer", done.evidence(), "nvidia-smi; gpuprov doctor")
+    done.require("NVML does not answer", "nvidia-smi; gpuprov doctor")
     document: dict[str, Any] = json.loads(done.stdout)
     return document
 

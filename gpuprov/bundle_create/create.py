@@ -164,6 +164,4 @@ def sign(system: System, content: bytes, key: str, environment: Mapping[str, str
     """Return a detached, armored signature by the user's gpg and its agent."""
     command = ("gpg", "--yes", "--local-user", key, "--armor", "--detach-sign", "--output", "-")
     done = system.run(command, stdin=content, env=environment, timeout=_SIGN_SECONDS)
-    if not done.ok:
-        raise GpuprovError(f"gpg could not sign with {key}", done.evidence(6), "try: gpg --local-user KEY --sign FILE")
-    return done.stdout.encode()
+    return done.require(f"gpg could not sign with {key}", "try: gpg --local-user KEY --sign FILE", 6).stdout.encode()

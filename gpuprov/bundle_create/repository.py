@@ -98,13 +98,11 @@ def collect_apt(to: Collection, key: RepositoryKey) -> tuple[BundlePackage, ...]
     tell("reading the repositories' lists", 0, 0)
     update = (*_APT, *proxy_options(system), "-o", "APT::Update::Error-Mode=any", "update")
     done = system.run(update, timeout=_INDEX_SECONDS, env=environment)
-    if not done.ok:
-        raise GpuprovError("the repositories' lists can't be had", done.evidence(), "check the sources: --source")
+    done.require("the repositories' lists can't be had", "check the sources: --source")
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
     install = (*_APT, *proxy_options(system), "--download-only", "install", "--", *recipe.packages)
     done = system.run(install, timeout=_DOWNLOAD_SECONDS, env=environment, on_line=reporter("Get:", tell))
-    if not done.ok:
-        raise GpuprovError("the packages can't be had", done.evidence(), "is a repository missing? --source, --hosts")
+    done.require("the packages can't be had", "is a repository missing? --source, --hosts")
     archives = f"{to.work}/apt/archives"
     names = [name for name in system.list_directory(archives) if name.endswith(".deb")]
     found = [_deb(system, f"{archives}/{name}", to.places) for name in names]

@@ -194,9 +194,7 @@ class Containerd:
             return reference
         archive = own.archive(reference, system.architecture())
         done = system.run((*_CTR, "images", "import", "-"), stdin=archive, timeout=_IMPORT_SECONDS)
-        if not done.ok:
-            seen = done.evidence(4)
-            raise GpuprovError("containerd does not take the verification image", seen, "systemctl status containerd")
+        done.require("containerd does not take the verification image", "systemctl status containerd", 4)
         for old in (one for one in listed if f"/{REPOSITORY}:" in one):
             system.run((*_CTR, "images", "remove", old))
         return reference

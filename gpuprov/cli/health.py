@@ -144,6 +144,4 @@ def _scontrol(*words: str) -> str:
     program = shutil.which("scontrol") or shutil.which("scontrol", path=SYSTEM_PATH) or "scontrol"
     settings = {name: value for name, value in os.environ.items() if name == "SLURM_CONF"}
     done = System().run((program, *words), timeout=_SCONTROL_SECONDS, env=settings)
-    if not done.ok:
-        raise GpuprovError(f"scontrol {words[0]} fails", done.evidence(), "scontrol ping; scontrol show nodes")
-    return done.stdout
+    return done.require(f"scontrol {words[0]} fails", "scontrol ping; scontrol show nodes").stdout

@@ -70,6 +70,12 @@ class Completed:
         said = (self.stderr.strip() or self.stdout.strip()).splitlines()[-lines:]
         return "\n".join([f"`{' '.join(self.argv)}` exited {self.returncode}", *said])
 
+    def require(self, what: str, next_step: str = "", lines: int = 12) -> Completed:
+        """Return the result of a command that must succeed; raise GpuprovError saying `what` failed otherwise."""
+        if not self.ok:
+            raise GpuprovError(what, self.evidence(lines), next_step)
+        return self
+
 
 def silence(*asked: Completed) -> str:
     """Return the evidence of the first command that was left unanswered, "" if each has an answer."""

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, BinaryIO, Callable, TextIO, TypeVar
 from gpuprov.core import files
 from gpuprov.core.commands import SYSTEM_PATH, Completed, command_output, run_command
 from gpuprov.core.proxy import NO_PROXY, Proxy
-from gpuprov.protocol.errors import GpuprovError, Problem, Stopped
+from gpuprov.protocol.errors import Problem, Stopped
 
 if TYPE_CHECKING:
     import socket
@@ -248,10 +248,7 @@ class System:
 
     def require(self, argv: Sequence[str], what: str, next_step: str = "", *, timeout: float = 60) -> Completed:
         """Run a command that must succeed; raise GpuprovError saying `what` failed otherwise."""
-        done = self.run(argv, timeout=timeout)
-        if not done.ok:
-            raise GpuprovError(what, done.evidence(), next_step)
-        return done
+        return self.run(argv, timeout=timeout).require(what, next_step)
 
     def proxy_problem(self) -> Problem | None:
         """Return the problem of a proxy that refuses connections; None if it accepts one, or if there is no proxy."""

@@ -418,10 +418,8 @@ class EnableStream(Change):
         self._require(system, "enable", f"nvidia-driver:{self.stream}")
 
     def _require(self, system: System, verb: str, name: str) -> None:
-        done = _dnf_module(system, verb, name)
-        if not done.ok:
-            next_step = "dnf module list nvidia-driver shows which streams there are"
-            raise GpuprovError(f"dnf can't {verb} {name}", done.evidence(), next_step)
+        next_step = "dnf module list nvidia-driver shows which streams there are"
+        _dnf_module(system, verb, name).require(f"dnf can't {verb} {name}", next_step)
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -113,9 +113,8 @@ class ReconfigureDocker(Change):
         with system.temporary_directory("/run") as folder:
             system.write(f"{folder}/daemon.json", self._bytes(), mode=0o600)
             done = system.run(("dockerd", "--validate", "--config-file", f"{folder}/daemon.json"))
-        if not done.ok:
-            step = f"correct what it names, then check: dockerd --validate --config-file {self.path}"
-            raise GpuprovError(f"dockerd refuses {self.path}; nothing was changed", done.evidence(4), step)
+        step = f"correct what it names, then check: dockerd --validate --config-file {self.path}"
+        done.require(f"dockerd refuses {self.path}; nothing was changed", step, 4)
 
     def _write(self, system: System, before: Json) -> None:
         mode = before["file"].get("mode", 0o644)

@@ -370,10 +370,9 @@ class RemovePackages(interface.PackageRemoval):
         gone = [name for name in before["names"] if name not in there and system.exists(_copy(name))]
         if gone:
             words = ("dpkg", "--force-confold", "--force-confmiss", "--install", *(_copy(name) for name in gone))
-            done = dpkg.run_dpkg(system, words, tell_nobody)
-            if not done.ok:
-                step = f"the packages lie in {COPIES}; remove what conflicts with them, then run the same again"
-                raise GpuprovError(f"{', '.join(gone)} could not be installed again", done.evidence(8), step)
+            step = f"the packages lie in {COPIES}; remove what conflicts with them, then run the same again"
+            what = f"{', '.join(gone)} could not be installed again"
+            dpkg.run_dpkg(system, words, tell_nobody).require(what, step, 8)
         if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody)
         for image in before["keep"]:

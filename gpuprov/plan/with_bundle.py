@@ -213,9 +213,7 @@ class LoadImage(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         done = system.run((self.engine, "load", "--input", self.path), timeout=_LOAD_SECONDS)
-        if not done.ok:
-            what = f"{self.engine} can't load {self.reference}"
-            raise GpuprovError(what, done.evidence(4), f"is there room? {self.engine} system df")
+        done.require(f"{self.engine} can't load {self.reference}", f"is there room? {self.engine} system df", 4)
         if image_identity(system, self.reference, self.engine) != self.identity:
             what = f"the image that {self.engine} loaded is not the {self.reference} of the manifest"
             raise GpuprovError(what, done.stdout.strip(), "make the bundle again: gpuprov bundle create")
