@@ -122,6 +122,9 @@ def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovE
     if done.returncode == _NO_PYTHON and foreign:
         what = f"the programs in {root} are of another architecture than this machine's"
         return GpuprovError(what, foreign, "build the image on a machine of its own architecture")
+    if done.returncode == _NO_PYTHON and os.statvfs(f"{root}/usr").f_flag & os.ST_NOEXEC:
+        what = f"no program of {root} can run: it is mounted noexec"
+        return GpuprovError(what, f"{root}/usr", f"findmnt -T {root}/usr; mount -o remount,exec MOUNT")
     if done.returncode == _NO_PYTHON:
         return GpuprovError(
             "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
@@ -189,5 +192,6 @@ def _resolver(root: str) -> str:
     place = Path(root, "etc/resolv.conf")
     if not place.is_symlink():
         return "etc/resolv.conf" if place.is_file() else ""
-    target = os.path.normpath(Path("/etc", place.readlink()))
+    # /var/run is a link to /run.
+    target = os.path.normpath(Path("/etc", place.readlink())).replace("/var/run/", "/run/", 1)
     return target.lstrip("/") if target.startswith("/run/") else ""

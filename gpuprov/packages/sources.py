@@ -325,8 +325,9 @@ def dns_problem(system: System, manager: str, files: Mapping[str, FileFact]) -> 
         seen = seen or f"getent ahosts {name}: {ended}"
         if system.now() - begun > _MOST_SECONDS:
             break
-    servers = re.findall(r"^nameserver\s+\S+", system.read_text(_RESOLVER) or "", re.MULTILINE)
-    seen = f"{seen}\n{_RESOLVER}: {', '.join(servers) or 'no nameserver'}"
+    text = system.read_text(_RESOLVER)
+    servers = re.findall(r"^nameserver\s+\S+", text or "", re.MULTILINE)
+    seen = f"{seen}\n{_RESOLVER}: {', '.join(servers) or ('no such file' if text is None else 'no nameserver')}"
     step = f"correct {_RESOLVER} or the network, then check: getent ahosts {names[0]}; or set gpuprov_proxy"
     return Problem("DNS does not answer: no package source's name can be looked up", seen, step)
 

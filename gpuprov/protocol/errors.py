@@ -105,7 +105,7 @@ _HINTS = {
     errno.ENOMEM: MEMORY_STEP,
     errno.ENOSPC: "make room: `df -h` shows which is full (inodes: `df -i`), then run the same command again",
     errno.EDQUOT: "make room: `quota` shows whose share of the file system is full, then run the same command again",
-    errno.EFBIG: "raise the limit on the size of files: `ulimit -f` shows it (a shell's profile, limits.conf)",
+    errno.EFBIG: "FAT takes no file of 4 GiB: use exFAT or ext4; `ulimit -f` shows a limit of the shell (limits.conf)",
     errno.EROFS: "the file system is mounted read-only: `findmnt` shows it; remount it read-write",
     errno.EIO: "the disk can't be read or written: `dmesg` tells which, and why",
 }

@@ -92,6 +92,11 @@ def test_a_name_that_no_source_needs_is_not_looked_up(host: Nameless, path: str,
     assert (SAID in str(install(host)[0].problems), host.looked_up > 0) == (needed, needed)
 
 
+def test_an_image_without_a_resolver_is_named(host: Nameless) -> None:
+    (host.root / "etc/resolv.conf").unlink(missing_ok=True)
+    assert "/etc/resolv.conf: no such file" in str(install(host)[0].problems)
+
+
 def test_one_name_that_is_known_is_enough(host: Nameless) -> None:
     host.known = "b.example"
     assert SAID not in str(install(host)[0].problems)

@@ -82,6 +82,23 @@ def test_the_builder_is_not_changed_by_what_runs_in_the_image(root: Path) -> Non
     assert (root / "etc/resolv.conf").read_text() == "# the image's\n"
 
 
+@pytest.mark.parametrize("target", ["../run/systemd/resolve/stub-resolv.conf", "/var/run/NetworkManager/resolv.conf"])
+def test_names_are_looked_up_as_the_builder_does(root: Path, target: str) -> None:
+    """The link of an image leads nowhere: what is in /run comes with the boot."""
+    (root / "var").mkdir()
+    (root / "var/run").symlink_to("../run")
+    (root / "etc/resolv.conf").unlink()
+    (root / "etc/resolv.conf").symlink_to(target)
+    assert run(root, "open('/etc/resolv.conf').read()") == [Path("/etc/resolv.conf").read_text()]
+
+
+def test_a_root_that_is_mounted_noexec_is_named(root: Path) -> None:
+    subprocess.run(("mount", "-o", "remount,bind,ro,noexec", str(root / "usr")), check=True)
+    with pytest.raises(GpuprovError, match=r"no program of .* can run: it is mounted noexec") as caught:
+        run(root, "1")
+    assert caught.value.problems[0].next_step == f"findmnt -T {root}/usr; mount -o remount,exec MOUNT"
+
+
 def test_the_builders_docker_is_not_named_inside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
     assert run(root, "os.environ.get('DOCKER_HOST')") == ["None"]
