@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import selectors
 import signal
 import sys
@@ -20,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable
 
-from gpuprov.core.commands import lift_memory_limit
+from gpuprov.core.commands import lift_memory_limit, run_command
 from gpuprov.core.files import write_whole
 from gpuprov.protocol.codec import WrongDataError, load, parse
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
@@ -40,6 +41,15 @@ STOP = "stop"
 _CHUNK = 1 << 16
 # docker's client reserves a gigabyte of addresses.
 ADDRESSES = 2 << 30
+# logind.conf(5), KillUserProcesses=; its folders.
+_ENDS_LEFT = re.compile(r"^[ \t]*KillUserProcesses[ \t]*=[ \t]*(yes|true|on|1|y|t)\b", re.IGNORECASE | re.MULTILINE)
+_CONFIGURATION = ("/etc", "/run", "/usr/local/lib", "/usr/lib")
+# org.freedesktop.systemd1(5): what `systemd-run --scope` calls.
+_START_SCOPE = (
+    "busctl", "call", "org.freedesktop.systemd1", "/org/freedesktop/systemd1", "org.freedesktop.systemd1.Manager",
+    "StartTransientUnit", "ssa(sv)a(sa(sv))",
+)  # fmt: skip
+_SCOPE_SECONDS = 10
 # What an installation imports after all else, the earliest first.
 LATE_MODULES = (
     "gpuprov/plan/*.py", "gpuprov/*.py", "gpuprov/boot/*.py", "gpuprov/driver/*.py", "gpuprov/packages/*.py",
@@ -179,6 +189,20 @@ def _detach() -> None:
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
+    with contextlib.suppress(OSError):
+        _leave_login()
+
+
+def _leave_login() -> None:
+    """Let systemd move this process out of the login's scope, if logind ends what a login leaves there."""
+    places = (place for folder in _CONFIGURATION for place in Path(folder, "systemd").glob("logind.conf*"))
+    files = (path for place in places for path in (place.glob("*.conf") if place.is_dir() else (place,)))
+    if "/session-" in Path("/proc/self/cgroup").read_text("utf-8") and any(
+        _ENDS_LEFT.search(path.read_text("utf-8", "replace")) for path in files
+    ):
+        own = str(os.getpid())
+        scope = (f"gpuprov-{own}.scope", "fail", "1", "PIDs", "au", "1", own, "0")
+        run_command((*_START_SCOPE, *scope), timeout=_SCOPE_SECONDS, stdin=b"", env=None, on_line=None)
 
 
 def _remove_agents(argument: str) -> None:

@@ -18,6 +18,7 @@ from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.command_line import GPUPROV
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, patience
+from tests.lab.shell import wait_for
 from tools import host_program
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -29,6 +30,8 @@ _ORDER = {"/etc/ld.so.cache"}
 # Of the journal's lines, at which a run is far from its beginning and its end.
 _IN_THE_MIDDLE = 5
 _AGENT = "agent-[0-9a-f]*[.]pyz"
+# It spares root by default, who logs in here.
+_LOGIND = "[Login]\nKillUserProcesses=yes\nKillExcludeUsers=nobody\n"
 
 
 def start(site: Site, host: str) -> subprocess.Popen[str]:
@@ -84,6 +87,25 @@ def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
     while host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
         time.sleep(0.2)
     assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+
+
+def test_the_end_of_the_login_does_not_end_the_work(site: Site) -> None:
+    """As above, on a host whose logind ends what a login leaves behind, as clusters have it."""
+    host = site.fresh("main")
+    host.add_archive()
+    host.ssh("apt-get -qq update && DEBIAN_FRONTEND=noninteractive apt-get -qq install libpam-systemd", timeout=300)
+    host.ssh("mkdir /etc/systemd/logind.conf.d; cat > /etc/systemd/logind.conf.d/site.conf", stdin=_LOGIND)
+    host.ssh("systemctl restart systemd-logind")
+    with start(site, "main") as process, held_at(host, process, _IN_THE_MIDDLE):
+        scope = host.ssh(f"grep -ho 'session-.*[.]scope' /proc/$(pgrep -o -f '{_AGENT}')/cgroup").stdout.strip()
+        process.kill()
+        process.communicate()
+        host.ssh("pkill -9 -f 'sshd: root@notty'", check=False)
+        wait_for("the login has ended", lambda: host.ssh(f"systemctl is-active {scope}", check=False).returncode != 0)
+    deadline = time.monotonic() + 120
+    while host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
 
 
 def test_the_second_of_two_runs_names_who_holds_the_lock(site: Site) -> None:
