@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ _KEPT_LINES = 40
 _LONGEST_KEPT = 500
 # How long a host may take to accept a command, and to report its end after its last output.
 ACCEPTANCE_SECONDS = 60
+_LAST_SESSION_SECONDS = 5
 CONNECTION_LOST = 255
 TOO_MUCH = 254
 SILENT = 253
@@ -66,7 +68,7 @@ def stream(
     errors: deque[str] = deque(maxlen=_KEPT_LINES)
     channel: Any = None
     try:
-        channel = connection.create_session()
+        channel = _session(connection)
         channel.settimeout(timeout)
         _begin(channel, command)
         if later is not None:
@@ -95,6 +97,20 @@ def stream(
             if channel is not None:
                 channel.close()
     return Completed((command,), code, "", "\n".join(errors))
+
+
+def _session(connection: Connection) -> Any:
+    """Open a session. A server that allows one at a time (MaxSessions) refuses it until it has ended the last one."""
+    from paramiko.ssh_exception import ChannelException
+
+    deadline = time.monotonic() + _LAST_SESSION_SECONDS
+    while True:
+        try:
+            return connection.create_session()
+        except ChannelException:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.05)
 
 
 def _begin(channel: Any, command: str) -> None:

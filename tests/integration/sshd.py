@@ -85,12 +85,15 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin", *, limits: str = "") -> Iterator[Server]:
-    """Start a server whose sessions get this PATH; stop it in the end. `limits`: words for setpriv(1)."""
+def serving(path: str = "/usr/sbin:/usr/bin:/sbin:/bin", *, limits: str = "", more: str = "") -> Iterator[Server]:
+    """Start a server whose sessions get this PATH; stop it in the end.
+
+    `limits`: words for setpriv(1); `more`: a line of sshd_config.
+    """
     # Not pytest's own folder, which only root may enter: the users live here.
     with tempfile.TemporaryDirectory(prefix="gpuprov-sshd-") as folder:
         Path(folder).chmod(0o755)
-        with _serving(Path(folder), path, limits) as server:
+        with _serving(Path(folder), path, limits, more) as server:
             yield server
 
 
@@ -101,11 +104,11 @@ def server() -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def _serving(folder: Path, path: str, limits: str) -> Iterator[Server]:
+def _serving(folder: Path, path: str, limits: str, more: str) -> Iterator[Server]:
     if not Path(SSHD).exists() or shutil.which("sudo") is None:
         raise RuntimeError("these tests need a real sshd and sudo: apt-get install openssh-server sudo")
     server = Server(folder, free_port())
-    _prepare(server, path)
+    _prepare(server, path, more)
     binds = " && ".join(f"mount --bind {folder}/{name} /{name}" for name in _BOUND)
     command = f"{binds} && exec setpriv {limits} {SSHD} -D -e -f {folder}/sshd_config"
     with (folder / "sshd.log").open("wb") as log:
@@ -118,7 +121,7 @@ def _serving(folder: Path, path: str, limits: str) -> Iterator[Server]:
             process.wait(60)
 
 
-def _prepare(server: Server, path: str) -> None:
+def _prepare(server: Server, path: str, more: str) -> None:
     folder = server.folder
     for name in ("etc", "var/cache", *(f"home/{user}" for user in USERS)):
         (folder / name).mkdir(parents=True)
@@ -146,7 +149,7 @@ def _prepare(server: Server, path: str) -> None:
         f"HostKey {folder}/host_key",
         f"HostKey {folder}/other_host_key", f"AuthorizedKeysFile {folder}/identity.pub", "StrictModes no", "UsePAM no",
         "PermitRootLogin yes", "MaxStartups 100", "LogLevel VERBOSE", f"SetEnv PATH={path}",
-        f"Banner {folder}/banner",
+        f"Banner {folder}/banner", more,
     )  # fmt: skip
     (folder / "sshd_config").write_text("\n".join(settings) + "\n")
 

@@ -73,7 +73,7 @@ def killed_and_again(site: Site, name: str, index: int) -> None:
         assert different <= _ORDER, told
         assert found[1] == undisturbed[1], told
         assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == "", told
-        assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout, told
+        assert f"{name}: 0 changes" in gpuprov("install", "--hosts", inventory).stdout, told
 
 
 def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
@@ -86,7 +86,7 @@ def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
     deadline = time.monotonic() + 120
     while host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
 
 
 def test_the_end_of_the_login_does_not_end_the_work(site: Site) -> None:
@@ -130,7 +130,7 @@ def test_ctrl_c_ends_the_run_and_leaves_no_mess(site: Site) -> None:
     assert process.returncode == 128 + signal.SIGINT, output
     # The host's changes had begun: it has come to its end.
     gpuprov_succeeds("install", "--hosts", site.inventory("main"))
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
 
 
 # The lock of dpkg, so that a run waits with its plan printed; ends with its input.
