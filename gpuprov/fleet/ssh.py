@@ -32,6 +32,11 @@ _SILENCE_MILLISECONDS = 60_000
 # After the server's first bytes: a thousand handshakes at once take this machine longer than a connect timeout.
 _HANDSHAKE_SECONDS = 120
 _DEFAULT_KEYS = ("~/.ssh/id_rsa", "~/.ssh/id_ecdsa", "~/.ssh/id_ed25519")
+# Of what paramiko knows, the best of each kind.
+_KNOWN = (
+    "Ciphers aes256-gcm@openssh.com, MACs hmac-sha2-256-etm@openssh.com, KexAlgorithms curve25519-sha256@libssh.org, "
+    "HostKeyAlgorithms ssh-ed25519"
+)
 _UNUSED = "not used: it, or the file of its key, can't be read"
 _PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
@@ -401,7 +406,10 @@ def _handshake_problem(
             "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
             f"try: ssh -v {_ssh_words(connection)}",
         )  # fmt: skip
-    return Problem(f"{place} is not a compatible SSH server", str(error), f"try: ssh -v {_ssh_words(connection)}")
+    step = f"try: ssh -v {_ssh_words(connection)}"
+    if "no acceptable" in str(error):  # ssh(1) knows more
+        step = f"in its sshd_config, also allow what gpuprov knows: {_KNOWN}; or use the playbooks, which call ssh(1)"
+    return Problem(f"{place} is not a compatible SSH server", str(error), step)
 
 
 def _silence(place: str, what: str, settings: SshSettings) -> Problem:

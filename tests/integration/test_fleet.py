@@ -312,11 +312,6 @@ def test_host_costs_one_connection_and_two_or_three_commands(target: HostTarget,
     assert seen == [(1, 3), (1, 2)]
 
 
-def test_a_server_that_allows_one_session_at_a_time_is_used_as_any_other(tmp_path: Path) -> None:
-    with serving(more="MaxSessions 1") as strict:
-        assert isinstance(run(strict.target(tmp_path))[-1], Finished)
-
-
 def test_cut_connection_says_that_the_agent_goes_on(target: HostTarget, tmp_path: Path) -> None:
     body = (
         f"{started_and_heard(tmp_path / 'heard')}"

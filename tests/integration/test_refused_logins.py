@@ -10,7 +10,6 @@ import re
 import shutil
 import socket
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,17 +32,6 @@ from tests.integration.test_ansible import run_ansible
 from tests.integration.test_fleet import ACCEPTING, DONE, REFUSING, failure, fake_agent, run
 
 pytestmark = pytest.mark.root
-
-# How sudo-rs 0.2.15, Ubuntu's sudo, asks for a password and refuses it.
-_SUDO_RS = """\
-#!/bin/sh
-[ "$1" != -n ] || { echo 'sudo: interactive authentication is required' >&2; exit 1; }
-while printf '[sudo: %s] Password: ' "$4" >&2; read -r password; do
-    printf '\\nsudo: Authentication failed, try again.\\n' >&2
-done
-printf '\\nsudo: Authentication required but not attempted\\n' >&2
-exit 1
-"""
 
 
 @pytest.fixture
@@ -165,18 +153,6 @@ def test_a_wrong_password_is_known_by_the_second_question(target: HostTarget) ->
     assert isinstance(run(right)[-1], Finished)
     # What a failed agent has said does not begin with sudo's questions.
     assert failure(right, body="sys.exit('out of luck')").problems[0].evidence == "exit code 1\nout of luck"
-
-
-def test_the_evidence_of_sudo_rs_is_without_its_prompt(tmp_path: Path) -> None:
-    # Other users can't enter pytest's own folder.
-    with tempfile.TemporaryDirectory() as folder, serving(f"{folder}:/usr/bin:/bin") as server:
-        Path(folder).chmod(0o755)
-        (Path(folder) / "sudo").write_text(_SUDO_RS)
-        (Path(folder) / "sudo").chmod(0o755)
-        target = dataclasses.replace(server.target(tmp_path, "plain"), become_password="wrong pony")
-        problem = failure(target).problems[0]
-    assert problem.what == "sudo on the host refuses the password"
-    assert problem.evidence == "sudo: Authentication failed, try again."
 
 
 def test_a_shell_that_sets_a_title_hides_nothing(tmp_path: Path) -> None:
