@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -61,7 +62,10 @@ def connected(
     Raises GpuprovError, exit code 4, if the host is unreachable or either side refuses the other.
     """
     from fabric import Config, Connection
+    from paramiko import PKey
 
+    # For paramiko's log alone, by MD5: Python in FIPS mode refuses it, and the login would fail.
+    PKey.get_fingerprint = lambda key: hashlib.sha256(key.asbytes()).digest()
     # paramiko's own log would print tracebacks between the lines of a table; its exceptions have the reasons.
     logging.getLogger("paramiko").propagate = False
     logging.getLogger("paramiko").addHandler(logging.NullHandler())
@@ -394,7 +398,7 @@ def _handshake_problem(
 
     paramiko has one message for all three; the exception's context has the reason.
     """
-    if re.search("No authentication methods|No existing session|private key", str(error), re.IGNORECASE):
+    if re.search("No authentication methods|No existing session|(private|RSA|EC) key", str(error), re.IGNORECASE):
         return _authentication_problem(target, connection, error)
     if isinstance(error.__context__, TimeoutError):
         return _silence(place, "the port is open, but nothing there says a word", settings)
@@ -442,6 +446,13 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
         step = f"ls -l {shlex.quote(key)}; or name another key with ansible_ssh_private_key_file"
     elif tried and "encrypted" in str(error):
         what, step = f"{place}: the key {tried[0]} needs a passphrase", f"ssh-add {shlex.quote(tried[0])}"
+    elif tried and re.search(
+        "encountered (RSA|EC) key", str(error)
+    ):  # paramiko reads such a file if it needs no passphrase
+        what, step = (
+            f"{place}: the key {tried[0]} needs a passphrase, or is damaged",
+            f"ssh-add {shlex.quote(tried[0])}",
+        )
     elif tried and "private key" in str(error):
         what = f"{place}: {tried[0]} holds no private key"
         step = f"ssh-keygen -y -f {shlex.quote(tried[0])}; or name another with ansible_ssh_private_key_file"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -53,3 +54,23 @@ def test_the_evidence_of_sudo_rs_is_without_its_prompt(tmp_path: Path) -> None:
         problem = failure(target).problems[0]
     assert problem.what == "sudo on the host refuses the password"
     assert problem.evidence == "sudo: Authentication failed, try again."
+
+
+def test_a_controller_in_fips_mode_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unsupported(*_: object) -> None:
+        raise ValueError("[digital envelope routines] unsupported")
+
+    monkeypatch.setattr("paramiko.pkey.md5", unsupported)
+    with serving() as server:
+        assert isinstance(run(server.target(tmp_path))[-1], Finished)
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ecdsa"])
+def test_a_key_in_pem_that_needs_a_passphrase_is_named(tmp_path: Path, kind: str) -> None:
+    key = tmp_path / "key"
+    words = ("ssh-keygen", "-q", "-t", kind, "-m", "PEM", "-N", "correct horse", "-f", str(key))
+    subprocess.run(words, check=True)
+    with serving() as server:
+        problem = failure(dataclasses.replace(server.target(tmp_path), identity_file=str(key))).problems[0]
+    assert problem.what.endswith(f"the key {key} needs a passphrase, or is damaged")
+    assert problem.next_step.startswith(f"ssh-add {key}")
