@@ -56,10 +56,8 @@ def test_check_says_what_would_change_and_changes_nothing(site: Site) -> None:
 @pytest.mark.sample
 def test_a_container_sees_the_hosts_gpus(installed: Host) -> None:
     """The sentence of the README: docker run … nvidia-smi -L prints the host's GPUs."""
-    gpuprov_image = installed.ssh("docker images -q gpuprov-verify").stdout.split()
-    assert len(gpuprov_image) <= 1
-    host_list = installed.ssh("nvidia-smi -L").stdout
-    assert host_list.count("UUID: GPU-") == 2
+    assert len(installed.ssh("docker images -q gpuprov-verify").stdout.split()) <= 1
+    assert installed.ssh("nvidia-smi -L").stdout.count("UUID: GPU-") == 2
 
 
 @pytest.mark.sample

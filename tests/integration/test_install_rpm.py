@@ -46,8 +46,7 @@ def test_the_whole_way(rpm_site: Site) -> None:
     for host in hosts:
         assert {"site-gpu-tools-1.0-1.noarch", "site-gpu-library-1.0-1.noarch"} <= set(packages(host))
         assert len([name for name in packages(host) if name.startswith("gpg-pubkey-")]) == 1
-    verified = gpuprov_succeeds("verify", "--hosts", inventory)
-    assert "3 hosts ready" in verified.stdout
+    assert "3 hosts ready" in gpuprov_succeeds("verify", "--hosts", inventory).stdout
 
     settled = [(tree(host), packages(host), docker_start(host)) for host in hosts]
     again = gpuprov("install", "--hosts", inventory, "--json")

@@ -140,8 +140,7 @@ def test_from_nvidia_docker2_and_back(lab_site: Site) -> None:
     assert not (host.root / _SOURCE).exists()
     assert len(fingerprints((host.root / "etc/apt/trusted.gpg").read_bytes())) == 1
     host.ssh("apt-get update")
-    second = install(lab_site, gpuprov_migrate_nvidia_docker=True)
-    assert "0 changes" in second
+    assert "0 changes" in install(lab_site, gpuprov_migrate_nvidia_docker=True)
     gpuprov_succeeds("verify", "--hosts", lab_site.inventory("old"))
 
     told = gpuprov("rollback", "--check", "--hosts", lab_site.inventory("old")).stdout

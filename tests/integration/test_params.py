@@ -56,8 +56,7 @@ def test_containers_see_a_copy_that_forbids_to_make_nodes_and_cannot_change_it(b
 
 def test_every_hook_reads_its_state_to_the_end(bench: Bench) -> None:
     """A crun before 1.17 fails, now and then, where one ends before it has: what no pipe holds makes that certain."""
-    linux = {**bench.pristine["linux"], "readonlyPaths": []}
-    bench.configure(ALL, linux=linux)
+    bench.configure(ALL, linux={**bench.pristine["linux"], "readonlyPaths": []})
     done = bench.create()
     assert done.returncode == 0, done.stderr
     hooks = json.loads(bench.config.read_text())["hooks"]["createContainer"]

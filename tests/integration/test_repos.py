@@ -149,8 +149,7 @@ def test_a_login_is_used_and_only_root_can_read_it(host: AptHost, repository: Re
         changes = plan_repositories(gather_files(host), spec, "x86_64")
         assert PASSWORD not in "".join(change.summary() + change.diff(host) for change in changes)
         set_up(host, spec)
-        policy = host.run(("apt-cache", "policy", PACKAGE)).stdout
-        assert f"1.0 500\n        500 {url}" in policy
+        assert f"1.0 500\n        500 {url}" in host.run(("apt-cache", "policy", PACKAGE)).stdout
     files = [path for path in (host.root / "etc/apt").rglob("*") if path.is_file()]
     (kept,) = [path for path in files if PASSWORD in path.read_bytes().decode("latin-1")]
     assert (kept.name, kept.stat().st_mode & 0o777) == ("gpuprov-site.conf", 0o600)

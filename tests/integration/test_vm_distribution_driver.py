@@ -23,8 +23,7 @@ _SHOW_GPUS = "modprobe simpci && udevadm settle --timeout=300"
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    directory = tmp_path_factory.mktemp("vm")
-    vm = DriverVm(CACHE / "bases", directory)
+    vm = DriverVm(CACHE / "bases", tmp_path_factory.mktemp("vm"))
     try:
         vm.start()
         yield machine_of(vm, {"gpuprov_driver": "distribution"})

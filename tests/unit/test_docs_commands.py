@@ -159,8 +159,7 @@ def test_ansible_parses_each_playbook_command() -> None:
 
 
 def test_make_has_each_target() -> None:
-    makefile = (ROOT / "Makefile").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", makefile, re.MULTILINE))
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
     named = {words[0] for command in _COMMANDS for words in calls(command, "make")}
     named |= set(re.findall(r"`(?:sudo )?make ([a-z-]+)", text))

@@ -283,8 +283,7 @@ def test_verify_passes_a_driver_without_confidential_computing(tmp_path: Path) -
     (tmp_path / "root/etc/systemd/system" / CONFIDENTIAL).write_text("")
     system = System(str(tmp_path / "root"))
     system.environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
-    checks = dict(features.checks(system, spec()))
-    assert checks["confidential computing"]() == ("unsupported", "")
+    assert dict(features.checks(system, spec()))["confidential computing"]() == ("unsupported", "")
 
 
 def test_the_unit_of_gpudirect_makes_the_node_that_the_module_leaves_to_others(host: Rdma, tmp_path: Path) -> None:

@@ -371,8 +371,7 @@ def test_an_upgrade_unmasks_the_unit_before_the_packages_scripts(node: Node) -> 
 
 def test_a_rollback_over_branches_starts_the_former_imex(node: Node) -> None:
     install(node, of_domain())
-    newer = with_newer_driver(node)
-    planned = imex.plan(source_of(newer, of_domain()))
+    planned = imex.plan(source_of(with_newer_driver(node), of_domain()))
     # What is undone after the removal, when the former package is there again.
     (stop,) = (one for one in planned[: [type(one) for one in planned].index(RemovePackages)] if one.disturbs)
     before = stop.capture(node)

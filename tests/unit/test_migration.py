@@ -67,8 +67,7 @@ def test_all_of_nvidia_docker2_goes_and_daemon_json_stays(debian: HostFacts) -> 
     (change,) = migration.plan(with_packages(debian, SECOND), ASKED)
     assert isinstance(change, RemovePackages)
     assert set(change.names) == set(SECOND) and change.keep == (DAEMON_JSON,)
-    counted = with_packages(debian, SECOND, has_settings=True)
-    (change,) = migration.plan(counted, ASKED)
+    (change,) = migration.plan(with_packages(debian, SECOND, has_settings=True), ASKED)
     assert isinstance(change, RemovePackages) and change.keep == (DAEMON_JSON, NVIDIA_SETTINGS_PATH)
 
 

@@ -120,8 +120,7 @@ def test_faults(name: str) -> None:
 
 def test_modules_that_come_compiled_come_as_a_package() -> None:
     running, following = "5.14.0-611.24.1.el9_7.x86_64", "5.14.0-611.30.1.el9_7.x86_64"
-    installed = ("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.24.1")
-    package = module_package(installed, following)
+    package = module_package(("cuda-drivers", "kmod-nvidia-580.105.08-5.14.0-611.24.1"), following)
     assert package == "kmod-nvidia-580.105.08-5.14.0-611.30.1"
     assert module_package(("kmod-nvidia-latest-dkms",), following) == ""
     kmp = "nvidia-open-driver-G06-signed-cuda-kmp-default"

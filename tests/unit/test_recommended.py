@@ -381,8 +381,7 @@ def test_a_driver_that_was_there_and_is_gone_is_replaced(tmp_path: Path, end: st
 def test_libraries_follow_the_driver_of_a_kernel_outside(tmp_path: Path) -> None:
     host = FakeHost(tmp_path)
     assert choose(host, SPEC).version == choose(host, SPEC, upgrade=True).version == simgpu.DRIVER_VERSION
-    journal = new_journal(host, "install")
-    journal.chose("distribution", "")
+    new_journal(host, "install").chose("distribution", "")
     assert str(choose(host, SPEC)) == "gpuprov_driver: distribution, chosen by an earlier run"
 
 

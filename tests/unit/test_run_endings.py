@@ -245,8 +245,7 @@ def test_killed_change_is_undone_or_kept(system: Recording, kind: type[Half], st
         apply_changes([kind("killed")], system, new_journal(system, "install"), ignore)
     assert system.exists(MARK)
     notes: list[Event] = []
-    journal = resume_run(system, KINDS, notes.append)
-    assert journal is not None
+    assert resume_run(system, KINDS, notes.append) is not None
     assert notes == [Note("an earlier run was interrupted in: do half of it; resuming it")]
     (entry,) = read_runs(system)[0].entries
     assert (entry.state, entry.outcome, system.exists(MARK)) == (state, outcome, kind is Kept)
@@ -343,8 +342,7 @@ def test_the_run_to_roll_back_is_the_latest_of_which_something_stands(system: Re
     # A roll-back that could not bring all back has an end all the same: the next one is for the run before it.
     resume_journal(system, second).end("rolled-back")
     assert last_undoable_run(system) == first
-    journal = new_journal(system, "install")
-    journal.end("done")
+    new_journal(system, "install").end("done")
     assert last_undoable_run(system) == first
 
 

@@ -230,5 +230,4 @@ def test_containerd_file_whose_version_is_no_number_is_left_alone(tmp_path: Path
 
 def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    error = error_of(run("--config", tmp_path / "file/daemon.json"))
-    assert "can't be written" in str(error)
+    assert "can't be written" in str(error_of(run("--config", tmp_path / "file/daemon.json")))

@@ -19,8 +19,7 @@ from tests.spoilt import compare
 def test_environment_umask_and_home_are_the_same_everywhere() -> None:
     names = {name for name in os.environ if not name.startswith(("GPUPROV_", "PYTEST", "PIP_", "DEBIAN", "FAKETIME"))}
     assert names - {"SIMGPU_CACHE", "LD_PRELOAD"} == {"PATH", "LANG", "TZ", "USER", "HOME"}
-    umask = os.umask(0o022)
-    assert umask == 0o022
+    assert os.umask(0o022) == 0o022
 
 
 @pytest.mark.root

@@ -46,8 +46,7 @@ class Image:
             self.add(loader, b"\0/lib/x86_64-linux-gnu/\0/usr/lib/x86_64-linux-gnu/\0/lib/\0/usr/lib/\0")
 
     def add(self, path: str, content: bytes | None = None) -> None:
-        place = self._place(path)
-        place.write_bytes(elf() if content is None else content)
+        self._place(path).write_bytes(elf() if content is None else content)
 
     def link(self, path: str, target: str) -> None:
         self._place(path).symlink_to(target)

@@ -244,8 +244,7 @@ def test_a_silent_systemd_is_a_warning_and_no_missing_fabric_manager(x: HostSnap
     assert [(one.level, one.message) for one in notes] == [
         ("warning", f"what depends on the state of a unit is not known: {seen}")
     ]
-    of_docker = docker(unit=DockerUnit(silent=seen))(x)
-    report(of_docker, (), events.append)
+    report(docker(unit=DockerUnit(silent=seen))(x), (), events.append)
     assert [one for one in events if isinstance(one, Note) and "of a unit" in one.message] == notes * 2
 
 

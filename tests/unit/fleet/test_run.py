@@ -372,8 +372,7 @@ def test_a_host_that_does_not_come_back_is_unreachable(tmp_path: Path, monkeypat
 
 
 def test_what_a_login_shell_prints_is_no_boot(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = clock_of(monkeypatch, "gpuprov.fleet.ssh")
-    monkeypatch.setattr(clock, "sleep", lambda seconds: None)
+    monkeypatch.setattr(clock_of(monkeypatch, "gpuprov.fleet.ssh"), "sleep", lambda seconds: None)
     answers = ["boot-1", "boot-2", "offline", "boot-2", "running"]
 
     def run(connection: object, command: str, **more: object) -> Completed:

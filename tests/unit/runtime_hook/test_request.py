@@ -201,8 +201,7 @@ def test_settings_bound_the_driver_capabilities(supported: str, asked: str, give
 def test_requirements(environment: str, requirements: list[str]) -> None:
     config = config_of(f"NVIDIA_VISIBLE_DEVICES=all {environment}".strip())
     assert parse_request(config, Settings({})).requirements == requirements
-    disabled = parse_request(config, Settings({"disable-require": True}))
-    assert disabled.requirements == []
+    assert parse_request(config, Settings({"disable-require": True})).requirements == []
 
 
 @pytest.mark.parametrize(
