@@ -446,13 +446,10 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
         step = f"ls -l {shlex.quote(key)}; or name another key with ansible_ssh_private_key_file"
     elif tried and "encrypted" in str(error):
         what, step = f"{place}: the key {tried[0]} needs a passphrase", f"ssh-add {shlex.quote(tried[0])}"
-    elif tried and re.search(
-        "encountered (RSA|EC) key", str(error)
-    ):  # paramiko reads such a file if it needs no passphrase
-        what, step = (
-            f"{place}: the key {tried[0]} needs a passphrase, or is damaged",
-            f"ssh-add {shlex.quote(tried[0])}",
-        )
+    elif tried and re.search("encountered (RSA|EC) key", str(error)):
+        # A PEM file, which paramiko reads if it needs no passphrase.
+        what = f"{place}: the key {tried[0]} needs a passphrase, or is damaged"
+        step = f"ssh-add {shlex.quote(tried[0])}"
     elif tried and "private key" in str(error):
         what = f"{place}: {tried[0]} holds no private key"
         step = f"ssh-keygen -y -f {shlex.quote(tried[0])}; or name another with ansible_ssh_private_key_file"
