@@ -44,6 +44,8 @@ def write_release(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise SystemExit(f"{folder} is not empty; next: remove it, or name another folder")
+    # hatchling takes another time by itself.
+    os.environ["SOURCE_DATE_EPOCH"] = str(release_time())
     host_packages.fetch()
     for target in ("sdist", "wheel"):
         _run(sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder))
@@ -129,8 +131,12 @@ def _sort_manifest(members: dict[str, tuple[tarfile.TarInfo, bytes]]) -> None:
 
 def release_time() -> int:
     """Return the time of the release in seconds: SOURCE_DATE_EPOCH, or that of the last commit."""
-    named = os.environ.get("SOURCE_DATE_EPOCH", "")
-    return int(named or _run("git", "log", "-1", "--format=%ct"))
+    try:
+        return int(os.environ.get("SOURCE_DATE_EPOCH") or _run("git", "log", "-1", "--format=%ct"))
+    except subprocess.CalledProcessError:
+        raise SystemExit(
+            "a release needs a time, and this is no clone; next: export SOURCE_DATE_EPOCH=SECONDS"
+        ) from None
 
 
 def _sums(folder: Path) -> Iterator[str]:

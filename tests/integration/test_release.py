@@ -22,15 +22,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def build(clone: Path, folder: Path) -> dict[str, bytes]:
-    environment = {**os.environ, "PYTHONPATH": str(clone)}
+def build(clone: Path, folder: Path, **more: str) -> dict[str, bytes]:
+    environment = {**os.environ, "PYTHONPATH": str(clone), **more}
     subprocess.run((sys.executable, "-m", "tools.release", str(folder)), cwd=clone, env=environment, check=True)
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def clone_and_build(folder: Path) -> dict[str, bytes]:
+def clone_and_build(folder: Path, **more: str) -> dict[str, bytes]:
     subprocess.run(("git", "clone", "-q", str(CLONE), str(folder / "clone")), check=True)
-    return build(folder / "clone", folder / "dist")
+    return build(folder / "clone", folder / "dist", **more)
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,9 @@ def release(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_another_clone_of_the_same_commit_gives_the_same_bytes(release: Path, tmp_path: Path) -> None:
-    again = clone_and_build(tmp_path)
+    # As distributions that rebuild packages set it.
+    time = subprocess.run(("git", "log", "-1", "--format=%ct"), cwd=CLONE, check=True, capture_output=True, text=True)
+    again = clone_and_build(tmp_path, SOURCE_DATE_EPOCH=time.stdout.strip())
     assert len(again) == 9
     assert {path.name: path.read_bytes() for path in release.iterdir()} == again
 
@@ -148,6 +150,14 @@ def test_a_link_is_not_followed_and_a_file_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(GpuprovError, match="can't be written into"):
         write_playbooks(tmp_path / "file")
+
+
+def test_without_a_clone_a_time_is_asked_for(tmp_path: Path) -> None:
+    environment = {**os.environ, "GIT_DIR": str(tmp_path / "none"), "SOURCE_DATE_EPOCH": ""}
+    words = (sys.executable, "-c", "from tools.release import release_time; release_time()")
+    done = subprocess.run(words, cwd=CLONE, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 2), done.stderr
+    assert "next: export SOURCE_DATE_EPOCH=SECONDS" in done.stderr
 
 
 def test_a_folder_that_is_not_empty_gets_no_release(tmp_path: Path) -> None:
