@@ -76,7 +76,7 @@ author:
 attributes:
   check_mode:
     support: full
-    description: Reports the plan, also of a rollback and an uninstallation. C(verify) is skipped.
+    description: Reports the plan, of C(rollback) and C(uninstall) too. C(verify) and C(accept) are skipped.
   diff_mode:
     support: full
     description: Shows the plan's diffs.
