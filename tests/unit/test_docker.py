@@ -293,7 +293,10 @@ json_values = st.recursive(
 
 @settings(deadline=None)
 @given(
-    config=st.dictionaries(st.text().filter(lambda name: name != "runtimes"), json_values, max_size=4),
+    # Without two names whose shapes are checked.
+    config=st.dictionaries(
+        st.text().filter(lambda name: name not in ("runtimes", "features")), json_values, max_size=4
+    ),
     runtimes=st.none() | st.dictionaries(st.text() | st.just("nvidia"), json_values, max_size=3),
     set_default=st.booleans(),
 )
