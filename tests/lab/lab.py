@@ -175,22 +175,22 @@ class Lab:
 
     def _servers(self) -> list[int]:
         """Return the process ids of its file servers: one that a killed `up` has left is written down nowhere."""
-        words = f"\0tests.lab.www\0{self.www}\0".encode()
+        return self._processes(f"\0tests.lab.www\0{self.www}\0")
+
+    def _processes(self, words: str) -> list[int]:
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
-                if words in path.read_bytes():
+                if words.encode() in path.read_bytes():
                     found.append(int(path.parent.name))
         return found
 
     def _stop_serving(self) -> None:
-        for pid in self._servers():
+        # The agent of a killed session, too: it would keep that session's disk.
+        for pid in (*self._servers(), *self._processes(f"\0{self.directory}/gnupg\0")):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
         wait_for("the end of the file server", lambda: not self._servers())
-        gnupg = self.directory / "gnupg"
-        if gnupg.exists():
-            run(("gpgconf", "--homedir", str(gnupg), "--kill", "all"), check=False)
 
 
 @contextlib.contextmanager
