@@ -153,10 +153,14 @@ class RemoteSystem(System):
         done = remote.run(self._connection, command, probe.PROBE.encode(), timeout=_PATIENCE)
         found = probe.parse_probe(done.stdout)
         if found is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
-            raise GpuprovError(
-                "the host accepts the login, then stops responding", _ending(done),
-                "look what hangs there: on its console, dmesg and uptime", exit_code=ExitCode.UNREACHABLE,
-            )  # fmt: skip
+            what, step = "then stops responding", "look what hangs there: on its console, dmesg and uptime"
+            if "ChannelException" in done.stderr:
+                what, step = (
+                    "but opens no session",
+                    "on the host: sshd -T | grep -i maxsessions",
+                )
+            what = f"the host accepts the login, {what}"
+            raise GpuprovError(what, _ending(done), step, exit_code=ExitCode.UNREACHABLE)
         if found is None:
             problem, no_login = push.no_probe_problem(
                 done, ended=_ENDS.get(done.returncode, ""), user=self._target.user

@@ -32,6 +32,13 @@ def test_a_server_that_allows_one_session_at_a_time_is_used_as_any_other(tmp_pat
         assert isinstance(run(strict.target(tmp_path))[-1], Finished)
 
 
+def test_a_server_that_allows_no_session_is_no_hanging_host(tmp_path: Path) -> None:
+    with serving(more="MaxSessions 0") as strict:
+        problem = failure(strict.target(tmp_path)).problems[0]
+    assert problem.what == "the host accepts the login, but opens no session"
+    assert "maxsessions" in problem.next_step
+
+
 @pytest.mark.parametrize("line", ["Ciphers chacha20-poly1305@openssh.com", "MACs umac-128-etm@openssh.com"])
 def test_a_server_without_a_common_algorithm_gets_what_is_common(tmp_path: Path, line: str) -> None:
     with serving(more=line) as strict:
