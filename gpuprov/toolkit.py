@@ -200,9 +200,6 @@ def _program_rank(path: str) -> int:
     return path.startswith("/usr/bin/") + (path == deploy.LAUNCHER_PATH)
 
 
-# -- for both: the device nodes and the CDI specification ------------------------------------------------------------
-
-
 def settings_fault(system: System) -> str:
     """Return why the bundled runtime can't read its settings on this host, "" if it can."""
     _, fault = read_settings(str(system.path(SETTINGS_PATH)), str(system.path(NVIDIA_SETTINGS_PATH)))
@@ -216,6 +213,9 @@ def settings_problems(system: System, changes: Iterable[Change]) -> tuple[Proble
     what = "the container runtime can't read its settings: containers with GPUs would not start"
     step = "correct that file, or move it away; after a downgrade, use the newer gpuprov again"
     return (Problem(what, fault, step),) if fault else ()
+
+
+# -- for both: the device nodes and the CDI specification ------------------------------------------------------------
 
 
 def plan_device_nodes(facts: HostFacts) -> tuple[Change, ...]:

@@ -145,9 +145,8 @@ def _look(run: RunContext) -> _Look:
 
 def _undone(run: RunContext, fix: Fix) -> tuple[str, ...]:
     """Return what disturbs containers besides the changes: the undo of an earlier run's interrupted change."""
-    return (
-        ("undo an earlier run's interrupted change",) if fix.whole and undo_disturbs(run.system, CHANGE_KINDS) else ()
-    )
+    disturbs = fix.whole and undo_disturbs(run.system, CHANGE_KINDS)
+    return ("undo an earlier run's interrupted change",) if disturbs else ()
 
 
 def _announce(run: RunContext, changes: Sequence[StepChange], work: _Work, undone: Sequence[str] = ()) -> None:

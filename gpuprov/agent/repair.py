@@ -382,9 +382,8 @@ def settle(run: RunContext) -> Record | None:
         return None
     over = record.action == REBOOT and record.boot_id != gather_reboot(system).boot_id
     if not over:
-        run.note(
-            f"an earlier run was interrupted in a {record.action} of {counted(len(record.gpus), 'GPU')}", "warning"
-        )
+        gpus = counted(len(record.gpus), "GPU")
+        run.note(f"an earlier run was interrupted in a {record.action} of {gpus}", "warning")
     start_all_again(system, run.tell)
     _wait_for_fabric(system)
     found = health.judge(health.read(system, run.sink))

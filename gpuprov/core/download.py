@@ -263,9 +263,8 @@ def _ask(system: System, url: str) -> None:
         raise _explained(system, url, error) from None
     # Other refusals may concern the HEAD request only: the download will show.
     if status in _HTTP_HINTS and status != 403:
-        raise GpuprovError(
-            f"{masked(url)} can't be had", f"HTTP {status}{proxy_evidence(system, url)}", _HTTP_HINTS[status]
-        )
+        seen = f"HTTP {status}{proxy_evidence(system, url)}"
+        raise GpuprovError(f"{masked(url)} can't be had", seen, _HTTP_HINTS[status])
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -393,9 +392,8 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     asked = response.headers.get("Retry-After", "")
     response.close()
     next_step = _sourced(system, url, _HTTP_HINTS.get(status, "try again later"))
-    error = GpuprovError(
-        f"{masked(url)} can't be had", f"HTTP {status} {reason}{proxy_evidence(system, url)}", next_step
-    )
+    seen = f"HTTP {status} {reason}{proxy_evidence(system, url)}"
+    error = GpuprovError(f"{masked(url)} can't be had", seen, next_step)
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
     raise error

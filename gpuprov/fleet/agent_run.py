@@ -155,10 +155,7 @@ class RemoteSystem(System):
         if found is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
             what, step = "then stops responding", "look what hangs there: on its console, dmesg and uptime"
             if "ChannelException" in done.stderr:
-                what, step = (
-                    "but opens no session",
-                    "on the host: sshd -T | grep -i maxsessions",
-                )
+                what, step = "but opens no session", "on the host: sshd -T | grep -i maxsessions"
             what = f"the host accepts the login, {what}"
             raise GpuprovError(what, _ending(done), step, exit_code=ExitCode.UNREACHABLE)
         if found is None:

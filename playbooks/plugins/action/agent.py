@@ -134,9 +134,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             try:
                 found[name] = self._templar.template(self._task_vars[name])
             except AnsibleError as error:
-                what = f"the template in {name} does not resolve"
                 step = f"define what it names for this host, or remove {name}"
-                raise UsageError(what, str(error), step) from None
+                raise UsageError(f"the template in {name} does not resolve", str(error), step) from None
         return found
 
     def _with_domain(self, variables: dict[str, Any], *, required: bool = True) -> dict[str, Any]:
@@ -392,8 +391,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         plugin = self._connection.become if become and not self._is_pipelining_enabled("new") else None
         # A password gets a terminal in the place of the standard input: over a local connection, and for su everywhere.
         # Up to ansible-core 2.18 its plugin does not say so.
-        takes_input = plugin is None or getattr(plugin, "pipelining", plugin.name != "su")
-        has_terminal = not takes_input or (plugin is not None and self._connection.transport == "local")
+        is_local = self._connection.transport == "local"
+        has_terminal = plugin is not None and (is_local or not getattr(plugin, "pipelining", plugin.name != "su"))
         if self._connection.has_pipelining and not has_terminal:
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
         else:
@@ -409,9 +408,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 local.write(stdin)
                 local.flush()
                 self._transfer_file(local.name, remote)
-            done: dict[str, Any] = self._low_level_execute_command(
-                f"{command} < {shlex.quote(remote)}", sudoable=become
-            )
+            line = f"{command} < {shlex.quote(remote)}"
+            done: dict[str, Any] = self._low_level_execute_command(line, sudoable=become)
         finally:
             self._remove_tmp_path(folder)
         return done
