@@ -1,7 +1,5 @@
 """The packaged table of security advisories, written from a clone of github.com/NVIDIA/product-security."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

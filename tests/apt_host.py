@@ -1,7 +1,5 @@
 """A host of apt's with only what its repositories depend on, and what gpuprov plans and says about these."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import cast

@@ -1,7 +1,5 @@
 """Bundles made of a few bytes, as gpuprov writes them."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """A clock that a test puts forward: a time limit passes at an event, whatever time a busy machine takes."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """A crun newer than Debian 12's: that of Debian 13 with its own libraries, on any machine."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

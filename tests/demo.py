@@ -1,7 +1,5 @@
 """`make demo`: two lab hosts, installed over SSH and verified, shown as a user would type it; and its end."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 import sys

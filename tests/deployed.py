@@ -1,7 +1,5 @@
 """The container runtime deployed below a folder of a test's own: same code, same launcher, other paths."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The lists in docs/distributions.md, written from the table of distributions: `make docs`."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

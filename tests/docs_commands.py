@@ -13,8 +13,6 @@ says why, and holds for all commands of the block:
 - A single command, and the examples of `--help` (docs/cli.md), are marked in EXAMPLES, by pattern.
 """
 
-from __future__ import annotations
-
 import ast
 import functools
 import re

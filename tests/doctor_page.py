@@ -1,7 +1,5 @@
 """The lists in docs/doctor.md and the texts of `gpuprov doctor --explain`, written from the rules: `make docs`."""
 
-from __future__ import annotations
-
 import json
 import re
 import tempfile

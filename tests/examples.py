@@ -1,7 +1,5 @@
 """How many examples a property gets that is worth more or fewer than others."""
 
-from __future__ import annotations
-
 from hypothesis import settings
 
 

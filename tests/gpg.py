@@ -1,7 +1,5 @@
 """Keys of the real gpg, for tests."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import subprocess

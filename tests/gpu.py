@@ -4,8 +4,6 @@ Discovery, health, a container by runc with each way to a GPU, nvidia-smi field 
 where an image is named. Everything lies in a temporary folder; the machine is not changed. The report is for sending.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -5,8 +5,6 @@ aws-parallelcluster, NVIDIA's IMEX guide, and `nvidia-imex-ctl -N -j` as ai-clou
 genuine program names two nodes with different lists in JSON was not found (its table says !M!): the word is made up.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -1,7 +1,5 @@
 """Public keys of no use but their fingerprints: one OpenPGP packet each (RFC 4880, 5.5.2)."""
 
-from __future__ import annotations
-
 import hashlib
 
 

@@ -4,8 +4,6 @@ It does what a cluster does about the pods of `gpuprov verify --kubernetes`, as 
 node's `Behaviour` is, at the second look at it. It records each request, so that a test can say what was touched.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import ssl

@@ -3,8 +3,6 @@
 A test that starts a process ends it: daemons that a program starts by itself, as gpg does, are easily forgotten.
 """
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -1,7 +1,5 @@
 """Web servers on loopback, as long as a test has them, and ports on which nothing listens."""
 
-from __future__ import annotations
-
 import base64
 import functools
 import socket

@@ -6,8 +6,6 @@ mutmut makes the mutants. Here the tests are collected once, a first run notes w
 each mutant meets all tests that reach its function, the shortest first, in a process of its own. No file is changed.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import contextlib

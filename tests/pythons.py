@@ -1,7 +1,5 @@
 """The interpreters on which gpuprov's host side is tried: those of Debian's suites, fetched once each."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

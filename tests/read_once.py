@@ -1,7 +1,5 @@
 """Computes once what depends on the same bytes in hundreds of tests: the hook's byte code, the sonames of libraries."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run as gpuprov makes it: a journal, changes, the end; and its undoing."""
 
-from __future__ import annotations
-
 from gpuprov.core.apply import Kinds, apply_changes, undo_runs
 from gpuprov.core.changes import Change
 from gpuprov.core.journal import Journal, last_undoable_run, new_journal

@@ -3,8 +3,6 @@
 A test that nobody misses proves nothing: only what is listed here may be left out where all tests are to run.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

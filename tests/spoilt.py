@@ -3,8 +3,6 @@
 The spoilt machine is a root of its own for the time of the run: nothing of it is on this one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ python -m tests.stepping      a request on the first line of stdin; a line of JS
                               "go on"; the last line out is the Finished event
 """
 
-from __future__ import annotations
-
 import json
 import sys
 

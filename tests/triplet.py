@@ -1,7 +1,5 @@
 """Debian's names for the architecture of the machine that runs the tests, and of the hosts that they simulate."""
 
-from __future__ import annotations
-
 import os
 
 MACHINE = os.uname().machine

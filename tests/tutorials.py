@@ -1,7 +1,5 @@
 """Tutorials as tests read them: files to write, commands to type, and the lines that the page shows for each."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ machine's.
 Everybody gets the environment below, and umask 022; an ordinary user also an empty home folder.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

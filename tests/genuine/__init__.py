@@ -3,8 +3,6 @@
 Nothing of NVIDIA's is in the repository. The machine's own apt and pip fetch what a test asks for, into `.cache`.
 """
 
-from __future__ import annotations
-
 from .debian import BRANCHES, Driver, UnavailableError, driver
 from .pypi import libcudart
 

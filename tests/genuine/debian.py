@@ -1,7 +1,5 @@
 """Genuine drivers from Debian's packages: four branches, of each the files that CUDA and nvidia-smi need."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

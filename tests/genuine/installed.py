@@ -3,8 +3,6 @@
 The copy is an overlay that exists while the packages are installed; what they brought is kept.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

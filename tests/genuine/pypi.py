@@ -1,7 +1,5 @@
 """Genuine CUDA runtimes, and the assembler: wheels from PyPI, fetched by pip and unpacked."""
 
-from __future__ import annotations
-
 import sys
 import zipfile
 from pathlib import Path

@@ -4,8 +4,6 @@ By hand: it fetches 2.9 GB and unpacks 5 GB, which are removed at the end; an ar
 already (pip install --target). Prints what PyTorch says in each case.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

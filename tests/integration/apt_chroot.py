@@ -1,7 +1,5 @@
 """A release's own apt and dpkg on a root file system of its own: an overlay over the lab's base, entered by chroot."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

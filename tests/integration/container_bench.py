@@ -1,7 +1,5 @@
 """A deployed runtime and hook, a driver of four files, and a bundle whose container says what it sees."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

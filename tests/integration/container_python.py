@@ -1,7 +1,5 @@
 """The machine's own Python in a container's root, with what it and other programs are linked with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

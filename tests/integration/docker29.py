@@ -7,8 +7,6 @@ dropped. The driver `cdi` (daemon/cdi.go) is docker 28's, which `--device` asks 
 then docker 29 with both programs does what docker 28 does.
 """
 
-from __future__ import annotations
-
 import subprocess
 
 from tests.lab import Host

@@ -1,7 +1,5 @@
 """A real dockerd of a test's own: its own data, socket and /etc/docker, and systemctl's verbs for its unit."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

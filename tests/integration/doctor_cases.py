@@ -4,8 +4,6 @@ The troubles of a group are there at once. A user who types what the doctor says
 silent, has typed each of them.
 """
 
-from __future__ import annotations
-
 from gpuprov.boot.prepare import content_of
 from gpuprov.facts.boot import PERSISTENCE, UNITS
 from tests.integration.doctor_typing import PROGRAM, Group

@@ -3,8 +3,6 @@
 The kinds are a closed list, held to the rules and to what is typed by tests/unit/test_doctor_typed.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 # Kind → what such a reason is.

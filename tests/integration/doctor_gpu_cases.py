@@ -4,8 +4,6 @@ A lab host has no hardware: the kernel's log is a file that the real dmesg reads
 simulated GPUs are. Both end with a boot, as hardware's own state does. Its kernel half is a copy in /run, too.
 """
 
-from __future__ import annotations
-
 import shlex
 
 from tests.integration.doctor_typing import Group

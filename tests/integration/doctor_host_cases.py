@@ -1,7 +1,5 @@
 """Troubles for test_doctor.py that need another host: NVIDIA's toolkit from packages, a docker with CDI."""
 
-from __future__ import annotations
-
 from tests.integration.doctor_cases import FORGET, SLEEPER
 from tests.integration.doctor_typing import PROGRAM, Group
 from tests.lab.fixtures import DRIVER

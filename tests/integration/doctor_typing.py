@@ -1,7 +1,5 @@
 """Type what the doctor says, word for word, until it is silent; return the rules whose command was typed."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

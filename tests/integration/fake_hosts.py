@@ -7,8 +7,6 @@ then `sent.json` tells how many events each host has sent. What a kind of host d
 pushed to these hosts is taken and never run.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import collections

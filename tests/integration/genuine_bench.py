@@ -4,8 +4,6 @@ The machine has no GPU. /proc and /sys are the simulated ones of two GPUs, so th
 the device nodes is nothing, and the genuine libraries say so.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

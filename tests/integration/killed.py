@@ -1,7 +1,5 @@
 """Runs that are killed or held at an event on their host: a line of the journal, or the command that follows it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re

@@ -1,7 +1,5 @@
 """What the tests of `gpuprov verify --kubernetes` share: a cluster of tests/kube_api.py, runs on it, what is left."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

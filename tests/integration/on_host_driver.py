@@ -5,8 +5,6 @@
 Fields of InstallDriver, as JSON. Prints {"problem": [what, evidence, next step]}, or {"problem": null}.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

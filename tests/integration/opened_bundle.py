@@ -1,7 +1,5 @@
 """A bundle that is collected here, and opened as a host does."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A /dev of a test's own: what it makes there, and what others have left there, concern nobody else."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

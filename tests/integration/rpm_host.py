@@ -1,7 +1,5 @@
 """A host of rpm's world below a folder: its own /etc, /var and /opt, and this machine's dnf, zypper and rpm."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace

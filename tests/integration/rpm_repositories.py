@@ -1,7 +1,5 @@
 """A signed rpm repository on loopback, and machines whose real dnf or zypper is to take packages from it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

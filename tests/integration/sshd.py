@@ -1,7 +1,5 @@
 """A real sshd on loopback with users of its own, in a mount namespace: the machine's users stay as they are."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import socket

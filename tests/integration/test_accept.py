@@ -1,7 +1,5 @@
 """`gpuprov accept` on a lab host: the program in a container of docker's, on simulated GPUs; its result is signed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import tempfile

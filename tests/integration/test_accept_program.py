@@ -1,7 +1,5 @@
 """The program that tests GPUs, on simulated GPUs of which a test says how they are; its kernels by a genuine ptxas."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

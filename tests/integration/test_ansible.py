@@ -1,7 +1,5 @@
 """The playbooks on real hosts: what `gpuprov install --hosts` does, to the byte; check mode, changed, failures."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The collection as its users get it: built, installed without a network, run from any folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

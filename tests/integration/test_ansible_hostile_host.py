@@ -4,8 +4,6 @@ The host is this machine behind a "Python" of the test's, which answers whatever
 the installed ansible-core looks for in a result. Ansible, its connection and the plugin are genuine.
 """
 
-from __future__ import annotations
-
 import base64
 import json
 import os

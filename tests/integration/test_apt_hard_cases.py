@@ -1,7 +1,5 @@
 """Real apt and dpkg of three Debian releases where it hurts: conflicts, kills, holds, locks, wrong signatures."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -1,7 +1,5 @@
 """What repositories have, asked of the real apt of three Debian releases: fresh, checked, and the host untouched."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator

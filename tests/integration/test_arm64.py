@@ -3,8 +3,6 @@
 The tests are one story and stand in its order. A kernel with the driver is simulated by files, as on the lab's hosts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ It is Debian's full kernel, so GPUDirect's check meets an RDMA device here (Soft
 The tests are one story and stand in its order.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

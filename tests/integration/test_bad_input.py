@@ -1,7 +1,5 @@
 """What can be wrong before a run: each with a clear error, the right exit code, and nothing changed on the host."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The example of a bootable container, built by buildah: its own lines, on a stand-in base without network."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Iterator

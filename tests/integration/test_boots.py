@@ -1,7 +1,5 @@
 """What a boot brings by itself, and runs that go on behind one, on real hosts that really reboot."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -1,7 +1,5 @@
 """Four hosts of three releases at once, from bare, by the command line; then the playbook finds nothing to do."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Hosts without a network: a bundle from the real mirror, and a real host that has nothing else to install from."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

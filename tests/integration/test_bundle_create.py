@@ -1,7 +1,5 @@
 """Collecting a bundle by the real apt and dpkg from a signed repository; what apt refuses, and what is said then."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import shutil

@@ -1,7 +1,5 @@
 """A bundle of rpm packages made by the real dnf, used by the real dnf and zypper; what is refused on the way."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace

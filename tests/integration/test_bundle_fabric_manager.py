@@ -1,7 +1,5 @@
 """Fabric manager, IMEX and DCGM in a bundle: by the real apt and dnf from NVIDIA's layout, installed from it alone."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Hosts of rpm's world without a network: a bundle collected by the real dnf, and hosts with nothing else to use."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Signatures of bundles by the real gpg and gpgv: the pinned key's, and every other kind."""
 
-from __future__ import annotations
-
 import dataclasses
 import io
 import os

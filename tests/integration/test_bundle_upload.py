@@ -1,7 +1,5 @@
 """A bundle's way onto a host, over a real sshd: once, resumed, with and without a sudo password."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 import signal

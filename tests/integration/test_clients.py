@@ -4,8 +4,6 @@ docs/engines.md has the same as a page for users. The clients are Debian's own. 
 installing them would take a minute for each host; what unstable's need changes too often for that.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import shutil

@@ -1,7 +1,5 @@
 """config.json as runc and crun themselves read it: keys given twice, or in another case of letters."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The runtime with the real runc: containers get what they ask for, others are left alone, refusals say why."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

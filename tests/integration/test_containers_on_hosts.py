@@ -1,7 +1,5 @@
 """Containers on provisioned hosts of three releases (docker 20.10 and 26, cgroup v2, systemd): every way to a GPU."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Sequence

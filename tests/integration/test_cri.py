@@ -1,7 +1,5 @@
 """Kubernetes' side of a node: pods through CRI on containerd 1.6, 1.7 and 2, by runtime handler and by CDI."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The CUDA toolkit on a real host: from a signed repository laid out as NVIDIA's is, by real apt; from its .run."""
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gpuprov cuda IMAGE|CONTAINER` with the real docker and podman: how they are read, and what is left of that."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

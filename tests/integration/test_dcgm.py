@@ -1,7 +1,5 @@
 """DCGM 4 on a real host: from a signed repository laid out as NVIDIA's is, by real apt and systemd, and back again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

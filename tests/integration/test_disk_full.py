@@ -3,8 +3,6 @@
 The host's programs are played, but for apt and dpkg; test_faults_on_hosts.py fills the disk of a real host.
 """
 
-from __future__ import annotations
-
 import contextlib
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Debian's own driver, its genuine packages by real apt: libraries and programs on a host, in containers, and back."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

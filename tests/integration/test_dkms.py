@@ -3,8 +3,6 @@
 From the .run on two releases, from NVIDIA's packages (stand-ins with their names and dependencies) on a third.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """daemon.json changed under a real dockerd: taken up, refused, gone back, undone."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

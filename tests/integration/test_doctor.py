@@ -3,8 +3,6 @@
 Of groups of troubles (doctor_cases.py), every `next:` is typed, one after the other, each asked for again.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Every way that the driver's installer is known to end, on a real host: the right sentence, and an unharmed host."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

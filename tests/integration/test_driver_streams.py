@@ -3,8 +3,6 @@
 The repository is laid out as NVIDIA's for RHEL 9: one repository, a stream of the module nvidia-driver for each branch.
 """
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The driver's packages move as one set or not at all: apt of two Debian releases, with the site's own packages."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

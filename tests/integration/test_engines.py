@@ -1,7 +1,5 @@
 """Engines as they are: docker's --gpus on this machine's cgroups, podman's --device by the CDI specification."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuprov hook explain CONTAINER --hosts` over a real sshd: as root, and by sudo."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

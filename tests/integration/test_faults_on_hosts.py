@@ -4,8 +4,6 @@ Afterwards the same command ends as on a host that nothing disturbed: the same f
 run has nothing to do.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`gpuprov init` on real hosts: it looks at them over SSH, and the next command that it names works."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

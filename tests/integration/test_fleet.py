@@ -1,7 +1,5 @@
 """The controller against a real sshd on loopback: server keys, logins, sudo, the agent's way to a host and back."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import shutil

@@ -4,8 +4,6 @@ No GPU is needed: without one, the genuine libraries still say which version the
 results. The simulated libcuda has no part here; genuine runtimes ask libcuda for private tables that only NVIDIA knows.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

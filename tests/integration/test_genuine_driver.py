@@ -1,7 +1,5 @@
 """A whole genuine driver, installed by Debian's packages: what discovery finds, and the libraries in containers."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Iterator

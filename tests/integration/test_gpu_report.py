@@ -1,7 +1,5 @@
 """`make test-gpu` itself, on a provisioned host whose GPUs are simulated: its checks, and its report."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

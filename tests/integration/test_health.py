@@ -3,8 +3,6 @@
 This machine in a mount namespace of its own is the host: nothing is left behind. The last tests are on lab hosts.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

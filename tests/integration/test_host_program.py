@@ -1,7 +1,5 @@
 """README's "Your machine", line by line, on hosts without pip and git."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -3,8 +3,6 @@
 The short form takes seconds. For the long one: --hypothesis-profile=thorough, and GPUPROV_RACE_SECONDS=300.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

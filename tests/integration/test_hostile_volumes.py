@@ -1,7 +1,5 @@
 """An image whose links lead into a volume: with a real runc and crun, nothing on the host is written or replaced."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

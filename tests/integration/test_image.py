@@ -1,7 +1,5 @@
 """An image that is built without a GPU: installed, cleaned, and its copies booted with GPUs and without."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The ways to an image that others drive: cloud-init, Packer's template, playbooks; on a host without a GPU."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`--root`: an image that is mounted and does not run, entered by chroot, as in a container build without systemd."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 The stand-in's daemons read the genuine files, and its control program asks all nodes (tests/imex_stand_in.py).
 """
 
-from __future__ import annotations
-
 import hashlib
 import shutil
 from pathlib import Path

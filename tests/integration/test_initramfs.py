@@ -1,7 +1,5 @@
 """nouveau kept out of real images of a real kernel package, by Debian's initramfs-tools and by dracut."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

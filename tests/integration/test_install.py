@@ -1,7 +1,5 @@
 """The main job on real hosts: install, again, verify, break, fix, roll back; over SSH and on the machine itself."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

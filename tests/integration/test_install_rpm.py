@@ -3,8 +3,6 @@
 The hosts are Debian underneath, without apt and dpkg; their os-release is that of Rocky Linux, Fedora and openSUSE.
 """
 
-from __future__ import annotations
-
 import json
 import re
 

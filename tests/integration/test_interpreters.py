@@ -1,7 +1,5 @@
 """The deployed runtime under every Python of this machine, and what is said where its Python is gone or too old."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Runs that are cut off: killed at any moment, disconnected, started twice; the next one ends where it should."""
 
-from __future__ import annotations
-
 import contextlib
 import random
 import signal

@@ -1,7 +1,5 @@
 """What a running container was given, kept for `gpuprov hook explain`: with the real runc and crun."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator

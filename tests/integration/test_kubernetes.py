@@ -1,7 +1,5 @@
 """Kubernetes by a genuine kubectl (Debian 13's) against an API server of the tests' own: no cluster runs here."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 from typing import Any

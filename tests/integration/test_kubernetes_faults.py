@@ -1,7 +1,5 @@
 """Faults of a cluster, refusals, and signals, as `gpuprov verify --kubernetes` tells them; removal in every case."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """The lab itself: boots, resets, reboots, survives a kill in the middle, and leaves no trace."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """What gpuprov says of the loader's choice, against the choice of the genuine loader (glibc's) in the same root."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """The .deb and the .rpm: what lintian and rpmlint say; installed, used and removed by apt, dnf and zypper."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

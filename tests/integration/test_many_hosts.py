@@ -1,7 +1,5 @@
 """Forty hosts at once, most of them in some trouble: each is reported as what it is, and no event is lost."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """containerd and podman on real hosts, beside docker and without it; docker's features.cdi, on and off again."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

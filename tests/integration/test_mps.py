@@ -1,7 +1,5 @@
 """MPS on a real host: real systemd runs the daemon's unit, verify asks it, and an uninstall takes it away."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds

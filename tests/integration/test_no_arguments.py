@@ -3,8 +3,6 @@
 One host of each package manager is in `make test` or `make test-rest`, the other releases are in `make test-long`.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

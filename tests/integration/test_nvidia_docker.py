@@ -1,7 +1,5 @@
 """The command nvidia-docker and `gpuprov serve` on a real host: docker, systemd, the genuine nvidia-smi."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The packages are stand-ins with NVIDIA's names, dependencies, paths and scripts,
 NVIDIA's retired ones, and under their address (tests/lab/nvidia_docker.py). nvidia-docker 1's plugin is a real plugin.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """NVML asked by nvidia-ml-py, in a process of its own, on the simulated driver; the genuine nvidia-smi beside it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """What repositories have, asked of the real dnf and zypper; those that are yet to be set up are asked in a copy."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path

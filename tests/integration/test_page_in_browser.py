@@ -1,7 +1,5 @@
 """The page of a run in a real browser: nothing scrolls sideways and nothing overlaps, on a wall and on a phone."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

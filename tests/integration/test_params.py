@@ -1,7 +1,5 @@
 """The driver's parameters in a container: ModifyDeviceFiles is 0 there, so that no library makes device nodes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Iterator

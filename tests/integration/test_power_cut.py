@@ -3,8 +3,6 @@
 The host's programs are played here; test_faults_on_hosts.py cuts the power of a real one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import json

@@ -4,8 +4,6 @@ The repositories are laid out as NVIDIA's for RHEL 9, and as NVIDIA's and SUSE's
 their names, versions and relations, and nothing inside.
 """
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

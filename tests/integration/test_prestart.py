@@ -1,7 +1,5 @@
 """The hook on the real runc, without our runtime: as docker's --gpus has it, on cgroup version 1 and 2."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """gpuprov_proxy with a real proxy that wants a login: downloads, apt, dnf and zypper; nobody else gets the password."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 A seed gives the same history each time.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

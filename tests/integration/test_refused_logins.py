@@ -1,7 +1,5 @@
 """What keeps gpuprov from a host is named, at both doors: accounts, sudo, keys, proxies; a real sshd, ssh and sudo."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """What `make release` builds: the same bytes twice, and a wheel that brings the playbooks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

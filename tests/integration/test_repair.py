@@ -5,8 +5,6 @@ option alone: it clears the trouble in the state file or, told so, leaves it. Th
 GPUs can't be opened, so who has one open is the subject of unit/test_repair.py.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

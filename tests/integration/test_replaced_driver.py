@@ -1,7 +1,5 @@
 """A driver replaced by another hand and not yet booted: every command says it, and nothing is made on the host."""
 
-from __future__ import annotations
-
 import re
 import shutil
 

@@ -1,7 +1,5 @@
 """Our keys and sources before a real apt, over a signed repository that is then tampered with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

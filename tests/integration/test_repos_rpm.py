@@ -1,7 +1,5 @@
 """Our keys, repositories and packages before a real dnf and a real zypper, over a repository that is tampered with."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import socket

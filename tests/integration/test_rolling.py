@@ -1,7 +1,5 @@
 """A rolling driver upgrade over four real hosts: drained one batch after the other, and one drain fails."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import subprocess

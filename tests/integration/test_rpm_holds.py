@@ -1,7 +1,5 @@
 """Packages whose version is asked for, held by a real dnf and a real zypper until another is asked for."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import os

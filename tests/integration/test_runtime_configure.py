@@ -3,8 +3,6 @@
 containerd comes in the three series that read drop-ins in different ways: this machine's, trixie's 1.7, sid's 2.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import os

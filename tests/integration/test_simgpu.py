@@ -3,8 +3,6 @@
 Everything happens in mount namespaces of its own: nothing is installed here, and no device node outlives its test.
 """
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 Debian's Slurm on two lab hosts, whose GPUs are simulated; nvidia-smi is the genuine one.
 """
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Single sides of a start on the real runc: user namespaces, settings, logs, volumes, an image that interferes."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Hosts with another sudo, or with an sshd that allows one session or few algorithms; a real sshd."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

@@ -3,8 +3,6 @@
 The packages are stand-ins with NVIDIA's names, dependencies and paths, in a signed mirror laid out as NVIDIA's own.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The packages are stand-ins with NVIDIA's names and dependencies, in a mirror laid out as NVIDIA's own.
 """
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tutorials, typed: each command as the page has it, and the lines that the page shows."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import subprocess

@@ -1,7 +1,5 @@
 """Off a real host again: after runs, verification and containers, nothing of gpuprov is left."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor

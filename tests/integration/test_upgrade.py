@@ -1,7 +1,5 @@
 """A host that an earlier version installed: the present one upgrades it, rolls back both runs, and uninstalls."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """The verification's tiny image, really imported into docker and run."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

@@ -4,8 +4,6 @@ The tests are one story and stand in its order: a bare machine whose GPUs nouvea
 that it needs; a newer driver in place of the one that runs, without a reboot; an upgrade of its kernel.
 """
 
-from __future__ import annotations
-
 import re
 import shlex
 from collections.abc import Iterator, Mapping

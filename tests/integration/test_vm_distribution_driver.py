@@ -4,8 +4,6 @@ One story in its order, on one boot: a machine without a GPU; then its PCI bus s
 the genuine driver finds and can't start.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any

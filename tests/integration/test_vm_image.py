@@ -4,8 +4,6 @@ The disk is the virtual machine's. It is installed by this machine's processor, 
 are emulated. Before the last one, another kernel and another driver come, and containers find their GPUs again.
 """
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass

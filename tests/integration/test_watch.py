@@ -1,7 +1,5 @@
 """gpuprov_watch on a real host: the timer's service measures, changes nothing, and everything goes with `off`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

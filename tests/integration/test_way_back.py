@@ -1,7 +1,5 @@
 """A rollback restores the driver that an upgrade replaced: apt of three Debian releases, the simulated .run."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A driver whose packages came from bundles: a rollback restores the former ones without any repository."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager

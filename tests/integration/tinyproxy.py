@@ -1,7 +1,5 @@
 """A real proxy (tinyproxy) on loopback that wants a login, and a web server that answers only what came through it."""
 
-from __future__ import annotations
-
 import socket
 import subprocess
 import time

@@ -7,8 +7,6 @@ A host is an overlay over a cached root file system, booted with its own network
 machine's GPUs are passed through.
 """
 
-from __future__ import annotations
-
 from tests.lab.host import Host, HostRequest
 from tests.lab.lab import Lab
 from tests.lab.shell import LabError

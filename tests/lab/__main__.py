@@ -1,7 +1,5 @@
 """The lab's command line: up, down, status, shell."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import shutil

@@ -6,8 +6,6 @@ Nothing is configured under emulation: packages are unpacked, dpkg's database is
 matter are done by hand. The driver's packages lie in a repository inside; apt and dpkg install them in the machine.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import lzma

@@ -1,7 +1,5 @@
 """The cached root file system of a release, built once by mmdebstrap; its name holds the digest of its recipe."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

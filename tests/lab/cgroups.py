@@ -1,7 +1,5 @@
 """A cgroup for each host: without, all hosts would share the cgroup of their docker.service."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.lab.shell import LabError, wait_for

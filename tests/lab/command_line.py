@@ -4,8 +4,6 @@ To load them takes 0.7 s of a processor, more than all else that the command lin
 loads them once, and forks for each run.
 """
 
-from __future__ import annotations
-
 import atexit
 import functools
 import multiprocessing

@@ -1,7 +1,5 @@
 """The lab for pytest: hosts that boot when a test asks for them, and the command line as a user would type it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import subprocess

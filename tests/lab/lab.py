@@ -1,7 +1,5 @@
 """A lab: hosts, their network, their file server; brought up, looked at, and taken down without a trace."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The lab's network: one bridge, addresses behind it, the way out for packages; all of it carries the lab's name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.lab.shell import run

@@ -4,8 +4,6 @@ Names, dependencies, folders, paths and what the packages' scripts do are NVIDIA
 theirs, too: a host reaches the lab's server by it with apt's option for a proxy (`PROXY`).
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.lab.nvidia_toolkit import NAMES, PACKAGES, files_of

@@ -3,8 +3,6 @@
 Names, dependencies and folders are NVIDIA's; inside are the simulated driver's libraries and its modules' sources.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests import simgpu

@@ -4,8 +4,6 @@ NVIDIA's own packages can't be fetched from everywhere: names, dependencies, fol
 inside are gpuprov's runtime and hook under NVIDIA's names.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from gpuprov.runtime_hook import deploy

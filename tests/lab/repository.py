@@ -1,7 +1,5 @@
 """A signed apt repository with one tiny package, as a site would have of its own."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

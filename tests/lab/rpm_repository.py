@@ -1,7 +1,5 @@
 """Signed rpm repositories with a few tiny packages, made by rpmbuild, rpmsign and createrepo_c."""
 
-from __future__ import annotations
-
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """How the lab runs commands: what fails says what it was and what it printed."""
 
-from __future__ import annotations
-
 import subprocess
 import time
 from collections.abc import Callable, Sequence

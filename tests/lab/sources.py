@@ -1,7 +1,5 @@
 """Where packages come from: read at run time from the machine's own apt configuration."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

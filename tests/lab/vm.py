@@ -4,8 +4,6 @@ qemu without KVM, so that it runs everywhere: it boots in some fifteen seconds. 
 temporary file and ends with the process (ImageVm's stays); a reboot of the guest keeps it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -4,8 +4,6 @@ apt, dpkg and DKMS run on this machine's processor, in the disk's file system: e
 Built once, into the cache, by the digest of the machine's disk and of this recipe: building nvidia.ko takes minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

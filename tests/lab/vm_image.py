@@ -5,8 +5,6 @@ key to log in with. The packages that a test installs, a newer kernel among them
 need no network, and the mirror's next kernel does not change them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib

@@ -3,8 +3,6 @@
 python -m tests.lab.www FOLDER ADDRESS PORT
 """
 
-from __future__ import annotations
-
 import http.server
 import re
 import sys

@@ -15,8 +15,6 @@ The .run fails on request: SIMRUN_FAIL=<word> in its environment, or the word in
 src/nvidia-installer.sh). SIMRUN_SLEEP is the length in seconds of `slow`.
 """
 
-from __future__ import annotations
-
 from .commands import BuildError
 from .gpus import (
     CUDA_VERSION,

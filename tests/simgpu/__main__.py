@@ -1,7 +1,5 @@
 """The command line: `python -m tests.simgpu libraries|run-file|tree|kernel|nodes`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -5,8 +5,6 @@ their product data, as NVIDIA's Fabric Manager User Guide has it. L4 fractions a
 GPU (awslabs/amazon-eks-ami). GH200 and GB200 have their GPUs in PCI domains of their own.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

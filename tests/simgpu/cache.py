@@ -3,8 +3,6 @@
 Nothing here knows what is built. The folder can be deleted at any time.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Running the build tools: a failure shows the command and what it said, not only its exit code."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Builds a CUDA toolkit's .run for tests: the real one's options, log and traces, around a toolkit of three files."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 # $ROOT is for tests without a host of their own. /etc/simrun.fail asks for a failure, as with the driver's.

@@ -4,8 +4,6 @@ The machine's own apt does it, with its mirror, proxy and keys, but with a confi
 machine's sources and package lists stay as they are.
 """
 
-from __future__ import annotations
-
 import re
 import shutil
 from collections.abc import Sequence

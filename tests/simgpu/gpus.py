@@ -3,8 +3,6 @@
 It never looks at a machine: which of the sixteen exist somewhere is decided there, by the device nodes.
 """
 
-from __future__ import annotations
-
 import uuid
 from dataclasses import dataclass
 

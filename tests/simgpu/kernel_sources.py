@@ -3,8 +3,6 @@
 They are built elsewhere, against a kernel's headers: the driver by DKMS on the host, the machine's by its maker.
 """
 
-from __future__ import annotations
-
 from .cache import SOURCES
 from .gpus import all_gpus
 from .kernel_tree import information

@@ -4,8 +4,6 @@ The formats are those of the real files; the caller mounts them over its own /sy
 and /proc/devices. It creates no device nodes: `gpus.device_nodes` lists those.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

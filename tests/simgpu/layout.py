@@ -5,8 +5,6 @@ always, systemd (only where systemctl exists), modprobe (not with --no-nvidia-mo
 distribution has none). The sizes and contents are our own.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 from dataclasses import dataclass

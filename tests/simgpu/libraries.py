@@ -3,8 +3,6 @@
 The shells have the real file names, sonames and links, which is all that driver discovery looks at.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from .cache import SOURCES, built, digest_of

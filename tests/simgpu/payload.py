@@ -1,7 +1,5 @@
 """The contents of the driver's small files: enough for a reader that parses them, nothing of NVIDIA's own text."""
 
-from __future__ import annotations
-
 import json
 
 from .gpus import gpu

@@ -5,8 +5,6 @@ whose header has other variables, whose checksums cover the header from line 4 o
 whose options have other names. Writing that header ourselves is shorter than bending today's.
 """
 
-from __future__ import annotations
-
 import csv
 import functools
 import gzip

@@ -1,7 +1,5 @@
 """Carries a request out on a simulated host, as the agent does."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from gpuprov.agent.run import run_request

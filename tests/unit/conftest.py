@@ -1,7 +1,5 @@
 """What makes unit tests fast: temporary folders in memory where the machine has enough, and the hook compiled once."""
 
-from __future__ import annotations
-
 import copy
 import os
 import shutil

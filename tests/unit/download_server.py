@@ -1,7 +1,5 @@
 """A web server on loopback that breaks off, lies, refuses and hides, and a host that downloads from it."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

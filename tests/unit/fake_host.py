@@ -3,8 +3,6 @@
 What its programs answer was recorded from Debian 12 with docker 20.10; the real programs run in tests/integration.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -6,8 +6,6 @@ is not nvidia-smi's to tell, or is one that nvidia-smi asks NVML by functions th
 the host's PCIe generation, infoROM.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Hosts of a rack for IMEX's tests: a stand-in daemon that reads the genuine files, and its control program."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A machine on which a driver is loaded and used, for tests that put another in its place."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

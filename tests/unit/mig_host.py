@@ -1,7 +1,5 @@
 """A machine with one GPU whose nvidia-smi knows the commands of MIG, in the words of 535 and 550."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

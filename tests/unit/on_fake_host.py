@@ -1,7 +1,5 @@
 """`gpuprov` as a program whose own machine is a fake host: `python -m tests.unit.on_fake_host ROOT WORD …`."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How gpuprov refuses something: by one problem."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

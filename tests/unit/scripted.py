@@ -1,7 +1,5 @@
 """A machine whose commands are not run: a test answers them, and they are kept."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Union

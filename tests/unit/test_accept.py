@@ -1,7 +1,5 @@
 """`gpuprov accept`: from the program's lines to findings."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import subprocess

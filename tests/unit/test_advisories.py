@@ -1,7 +1,5 @@
 """Known security holes: NVIDIA's documents read, versions judged, installations warned of or refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import json

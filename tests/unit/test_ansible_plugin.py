@@ -1,7 +1,5 @@
 """Ansible's action plugin: the agent that it pushes, its Python, its domain, and what people see of a result."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """A playbook's task as a request, and the agent's answer as the task's result; the roles against the plan's steps."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Our source of further components of a host's own archive, as apt wants it; pins that keep packages out."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """docs/architecture.md follows one value through the code: each hop exists, and the one that leads to it names it."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import dataclass

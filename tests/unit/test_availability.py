@@ -1,7 +1,5 @@
 """What the repositories lack is told before anything is changed; they are asked for nothing that is there."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path

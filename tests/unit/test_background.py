@@ -1,7 +1,5 @@
 """Jobs that go on behind the controller's back: what is said at once, and what their file holds in the end."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """What the next boot brings: which files on which host, and the program that runs there by itself."""
 
-from __future__ import annotations
-
 import ast
 import os
 import re

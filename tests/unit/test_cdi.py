@@ -1,7 +1,5 @@
 """From driver trees as installers and distributions lay them to the CDI specification."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

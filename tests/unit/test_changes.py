@@ -1,7 +1,5 @@
 """Changes of files, links, device nodes and modes: what they show, and that their undo gives back what lay there."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

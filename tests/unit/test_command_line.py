@@ -1,7 +1,5 @@
 """tests/lab/command_line.py: gpuprov in a process that has its modules loaded does what a new Python does."""
 
-from __future__ import annotations
-
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`gpuprov cdi` and `gpuprov hook` as a user types them."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

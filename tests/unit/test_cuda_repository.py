@@ -1,7 +1,5 @@
 """NVIDIA's CUDA repository by distribution: keys, packages, pins, streams; a driver from packages is proved."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable

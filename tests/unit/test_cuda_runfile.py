@@ -1,7 +1,5 @@
 """The CUDA toolkit from its .run: installed once, linked, proved, taken away again; whatever fails leaves nothing."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

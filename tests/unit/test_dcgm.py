@@ -1,7 +1,5 @@
 """DCGM 4: its packages by the driver's branch, its units, and what `verify` says of it."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import replace

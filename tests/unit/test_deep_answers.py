@@ -1,7 +1,5 @@
 """What docker and podman answer is not trusted: JSON that is nested too deeply is one sentence."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

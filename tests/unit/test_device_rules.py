@@ -1,7 +1,5 @@
 """GPUs of running containers that systemd does not know: they are found in the kernel's rules, and systemd is told."""
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

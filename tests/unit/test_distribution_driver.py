@@ -1,7 +1,5 @@
 """`gpuprov_driver: distribution`: which packages each distribution's host gets, and why one gets none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any

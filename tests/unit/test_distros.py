@@ -1,7 +1,5 @@
 """Which row a machine gets, from os-release files of real ones; which packages its kernels need."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Where DKMS comes from on hosts whose distribution has none: repository, key, limits, refusals; also in bundles."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

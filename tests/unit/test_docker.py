@@ -1,7 +1,5 @@
 """daemon.json as docker's administrators write it, what becomes of it, and when docker must take it up."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

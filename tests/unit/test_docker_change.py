@@ -1,7 +1,5 @@
 """docker's file changed on a host: how docker takes it up, what happens where it does not, and the way back."""
 
-from __future__ import annotations
-
 import errno
 import json
 from collections.abc import Callable, Mapping, Sequence

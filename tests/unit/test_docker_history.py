@@ -1,7 +1,5 @@
 """Installations, edits by hand and undoing in any order: docker ends as it was before the first run."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from dataclasses import dataclass, replace

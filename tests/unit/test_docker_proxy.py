@@ -1,7 +1,5 @@
 """gpuprov_proxy in whole runs: docker's drop-in and its file, diffs, rollback; the password where it may not be."""
 
-from __future__ import annotations
-
 import base64
 import html
 import json

@@ -1,7 +1,5 @@
 """How docker is really started (unit, command line, address), and the file that `runtime configure` edits then."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

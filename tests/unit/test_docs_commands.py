@@ -1,7 +1,5 @@
 """Every command in README and docs/ is one, and tests execute it or its page says why not (tests/docs_commands.py)."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

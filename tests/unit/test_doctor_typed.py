@@ -1,7 +1,5 @@
 """Each rule of the doctor is typed on a host, by a test that asserts that it was, or has an excuse of a known kind."""
 
-from __future__ import annotations
-
 from gpuprov.doctor.examine import RULES
 from tests.integration.doctor_excuses import EXCUSES, KINDS
 from tests.integration.test_doctor import GROUPS, TROUBLES

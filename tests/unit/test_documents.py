@@ -1,7 +1,5 @@
 """Documents that are written by a program say what the program says; examples are valid."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

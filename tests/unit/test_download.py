@@ -1,7 +1,5 @@
 """Downloads that break off, go on, or are refused: what is on the disk and what the error says."""
 
-from __future__ import annotations
-
 import gzip
 import hashlib
 import http.server

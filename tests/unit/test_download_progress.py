@@ -1,7 +1,5 @@
 """What a download tells: progress, missing room, and what it found in the place of the file."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from pathlib import Path

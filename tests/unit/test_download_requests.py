@@ -1,7 +1,5 @@
 """What each download asks of requests: time limits, certificates, tries; and the advice for each cause."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

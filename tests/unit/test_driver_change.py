@@ -1,7 +1,5 @@
 """Who changed the driver's files and when: only what a log says of the very version that is there."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpuprov.cdi.discover import DriverFacts

@@ -1,7 +1,5 @@
 """A driver's installation that fails: what it was to replace stays if the installer did not touch it yet."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The fabric manager: found to be needed by the switches, of the driver's very version, running."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

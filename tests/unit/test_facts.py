@@ -1,7 +1,5 @@
 """Facts from a tree of files: what machines show, and what they don't."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which driver serves which GPU, told before anything is downloaded."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What `make test-gpu` asks of rare hardware: a reason where it is missing, the proof of `gpuprov verify` elsewhere."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """GPUDirect, MPS, confidential computing: what is planned where, in which order, what a boot runs, what is proved."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuprov health`: from readings to verdicts, exit codes and events."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

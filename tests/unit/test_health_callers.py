@@ -3,8 +3,6 @@
 scontrol is recorded. A stand-in has the rules of node-problem-detector, which Debian does not have.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

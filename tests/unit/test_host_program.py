@@ -1,7 +1,5 @@
 """gpuprov-host.pyz: the commands for one machine in one file, on each Python of this machine from 3.9 on."""
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """An image for machines that are not here: what its plan asks for, what it leaves out, and what is removed last."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

@@ -1,7 +1,5 @@
 """IMEX on a host: by model and variable, in the driver's version, with the domain's list, and back again."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

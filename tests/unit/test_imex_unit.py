@@ -1,7 +1,5 @@
 """IMEX's unit and its control program: the commands, what fails in them, and what a domain's state means."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Imports: none goes round in a circle, and a run that changes nothing loads no more than it needs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter

@@ -1,7 +1,5 @@
 """What is known of the .run file: header, options by version, every way to fail."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

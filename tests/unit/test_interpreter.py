@@ -1,7 +1,5 @@
 """The Python that runs as root at container starts: who could replace it, which one is taken, and what is kept."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable

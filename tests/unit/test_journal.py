@@ -1,7 +1,5 @@
 """The journal and what is made of it: resume after a kill at any line, roll-back, failures that undo themselves."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Journals of other versions: those of format 1, recorded from the last version that wrote it, are read and undone."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

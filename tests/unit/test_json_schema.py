@@ -1,7 +1,5 @@
 """What programs read with --json: every line of every command parses strictly and is what docs/json.md says."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Combinations that are known to break: the table, plans that would make them, sites that replace the table."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

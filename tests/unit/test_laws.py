@@ -1,7 +1,5 @@
 """The six laws that hold for every step: what a user relies on without reading how a step works."""
 
-from __future__ import annotations
-
 import hashlib
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """What of nvidia-docker 1 and 2 is found on a host that has all of it, and what docker is asked for."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """One run at a time: real processes, a real lock."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 The files, ids and product names are those that each row of machines.json names with its source.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

@@ -1,7 +1,5 @@
 """The man pages: one for each command, which groff prints as they stand."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every error says what to do next, every count is right for one: looked for in the code, so that none is forgotten."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """MIG: what nvidia-smi's tables say, what a layout means, and GPUs brought to it and back."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

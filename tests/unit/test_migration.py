@@ -1,7 +1,5 @@
 """What a migration from nvidia-docker 1 and 2 removes, keeps and says: a table on facts, no machine."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A mirror of drivers: what its index lists, in the forms that servers give it, and what a branch then means."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The kernel that boots next: is the driver built for it, and will the one after it have headers?"""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """nouveau and nova kept off the GPUs: what is planned where, what is proved, what is undone."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Sequence

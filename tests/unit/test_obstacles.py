@@ -1,7 +1,5 @@
 """What would leave a host as it is after a run that seems to go well: named before any change, and by verify."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """The kinds of change that apt makes, by the commands that they type: options, holds, the undo and what it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Another branch of a driver from packages: changed, loaded in the same run, and never while a process uses it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

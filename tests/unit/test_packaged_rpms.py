@@ -1,7 +1,5 @@
 """A driver from rpm packages: its stream, another version of it, and the way back to the former one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

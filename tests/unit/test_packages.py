@@ -1,7 +1,5 @@
 """What apt and dpkg say, what of it we say, and who holds their lock."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -1,7 +1,5 @@
 """What rpm, dnf and zypper say, what of it we say, and who holds their lock."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

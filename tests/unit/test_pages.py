@@ -1,7 +1,5 @@
 """What the README and docs/ tell people to type: every command and flag is there, every link leads somewhere."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Headers of a kernel that left the repositories: what is said, for whom, and what is added where it is asked for."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

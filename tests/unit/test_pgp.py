@@ -1,7 +1,5 @@
 """Keys from a real gpg, and everything that people put where a key belongs."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """What stops a run before it begins, and what each kind of machine gets planned: a table on facts, no machine."""
 
-from __future__ import annotations
-
 import os
 import re
 from dataclasses import replace

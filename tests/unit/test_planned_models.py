@@ -1,7 +1,5 @@
 """What is planned for which GPU model: a table of whole machines by their PCI trees (tests/simgpu/boards.py)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

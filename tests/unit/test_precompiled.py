@@ -1,7 +1,5 @@
 """Kernel modules that come compiled: taken where there are some for the running kernel, and kept to."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

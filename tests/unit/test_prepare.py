@@ -1,7 +1,5 @@
 """The commands by which the units of a boot come and go, and what is said of those that do not start."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

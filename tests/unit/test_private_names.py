@@ -1,7 +1,5 @@
 """Tests hold behaviour: none uses a private name of gpuprov, by import, attribute, subclass, or text for a patch."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

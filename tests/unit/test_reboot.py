@@ -1,7 +1,5 @@
 """Reboots: only where one is needed, never twice for the same, never without permission; and what follows them."""
 
-from __future__ import annotations
-
 import shlex
 import subprocess
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`doctor --fix --allow`: what a finding needs, what ends for it, and what a host is afterwards."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Which repositories a host shall have, and what becomes of the sources that people had before."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

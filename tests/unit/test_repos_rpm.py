@@ -1,7 +1,5 @@
 """Which rpm repositories a host shall have, and what becomes of definitions that people had before; no machine."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a host keeps of gpuprov after a thousand runs, and what it never loses."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

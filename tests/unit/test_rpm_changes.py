@@ -1,7 +1,5 @@
 """Packages of rpm installed, removed and brought back, and the repositories that a plan asks before it changes them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Holds of packages under dnf and zypper: what the lists say, when a hold is set or taken off, and the way back."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

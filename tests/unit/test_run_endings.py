@@ -1,7 +1,5 @@
 """How a run ends in its journal, and what the next one makes of it: failures, undoings that fail, kills, syncs."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A driver's .run file: what is kept of it, whether a replaced driver can come back, and how one is uninstalled."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import hashlib

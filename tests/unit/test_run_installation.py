@@ -1,7 +1,5 @@
 """What a .run file's installation is given, runs, writes and refuses: each as a whole."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace

@@ -1,7 +1,5 @@
 """A driver that is loaded while another is installed: who uses it is stopped or named; what was stopped runs again."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuprov runtime configure` as a user types it, on real files."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

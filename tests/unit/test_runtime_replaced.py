@@ -1,7 +1,5 @@
 """The runtime is replaced while containers start: no start that began before finds its byte code or modules gone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`gpuprov serve` over real sockets: what it answers, and what it makes of hostile clients."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import contextlib
 import errno

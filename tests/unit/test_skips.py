@@ -1,7 +1,5 @@
 """The cases that a test can be: `only` leaves out others, and --strict-skips knows the skips that are expected."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.skips import is_expected

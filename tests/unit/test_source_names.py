@@ -1,7 +1,5 @@
 """A host without DNS: said before the first change, within seconds, and only where names are needed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

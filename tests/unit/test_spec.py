@@ -1,7 +1,5 @@
 """What users may write: good values, and every kind of bad one with the sentence it gets."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a .run's own list says of GPUs: read out of its payload, however that is packed, and decided upon."""
 
-from __future__ import annotations
-
 import io
 import json
 import lzma

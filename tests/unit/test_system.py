@@ -1,7 +1,5 @@
 """The door to the operating system, on the real machine below a temporary root."""
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import os

@@ -1,7 +1,5 @@
 """The tables that ship as data files: every row loads, names its source, and has patterns that compile."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

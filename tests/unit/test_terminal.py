@@ -1,7 +1,5 @@
 """What images, containers, bundles and files say is shown on a terminal as text, each value in its own line."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """The container toolkit's changes: whose hook stays, what the runtime's undo leaves, and the CDI specifications."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

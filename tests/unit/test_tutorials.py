@@ -1,7 +1,5 @@
 """How a tutorial is read, and that a page which shows what is not printed is found."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.tutorials import Step, differs, files, steps

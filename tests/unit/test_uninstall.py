@@ -1,7 +1,5 @@
 """Going back all the way: whatever was done in however many runs, the host is as before the first one."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

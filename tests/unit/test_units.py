@@ -1,7 +1,5 @@
 """systemd's units: the commands that are given, and what is said when a unit does not start."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

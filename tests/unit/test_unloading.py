@@ -1,7 +1,5 @@
 """The commands that unload a driver, what is written meanwhile, and how its users decide on the way past it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace

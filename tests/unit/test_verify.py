@@ -1,7 +1,5 @@
 """The checks of verify, and what becomes of the later ones."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Virtual GPUs: how they are recognised, their licence, the token that nothing shows, and what is not done for them."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

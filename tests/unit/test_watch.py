@@ -1,7 +1,5 @@
 """gpuprov_watch: what is planned, stored and removed; the metrics have the names of `gpuprov --metrics`."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os

@@ -1,7 +1,5 @@
 """The way back from a driver to the .run that it replaced: kept, announced, restored, resumed after a kill."""
 
-from __future__ import annotations
-
 import base64
 import errno
 import hashlib

@@ -1,7 +1,5 @@
 """The world that tests run in, and the guard that watches what is not of it."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -1,7 +1,5 @@
 """The CUDA toolkit's .run and the fabric manager in a bundle: what is taken along, and what a host makes of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from pathlib import Path

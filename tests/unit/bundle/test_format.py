@@ -1,7 +1,5 @@
 """Bundles as tar files: what gpuprov writes is read again, and nothing else is, no matter who made it."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json

@@ -1,7 +1,5 @@
 """Container images that a bundle takes along: of the hosts' architecture, whatever this machine's is."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

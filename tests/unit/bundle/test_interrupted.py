@@ -1,7 +1,5 @@
 """A bundle whose making a signal ends: nothing of it goes on, and nothing is left."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

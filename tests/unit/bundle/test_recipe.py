@@ -1,7 +1,5 @@
 """What a bundle shall hold, from the command line and the specifications of hosts."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import Any

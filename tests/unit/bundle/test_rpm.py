@@ -1,7 +1,5 @@
 """Bundles for dnf and zypper: where packages come from, what is asked for, and what a host is told."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path

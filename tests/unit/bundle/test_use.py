@@ -1,7 +1,5 @@
 """A bundle on a host: what is refused before anything changes, what it is used for, and that nothing of it stays."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """What a bundle lacks for a host, how it is unpacked for a run and goes again, and how its images are loaded."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

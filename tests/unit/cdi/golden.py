@@ -1,7 +1,5 @@
 """Rewrites the golden files of these tests, to be read before a commit: python -m tests.unit.cdi.golden."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

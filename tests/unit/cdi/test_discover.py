@@ -1,7 +1,5 @@
 """A driver is found as .run files and packages lay it, wherever the loader looks; NVML adds what files don't tell."""
 
-from __future__ import annotations
-
 import csv
 import ctypes
 import json

@@ -1,7 +1,5 @@
 """Which files of a driver are found: Debian's genuine lists of three branches, and places that other packages use."""
 
-from __future__ import annotations
-
 import random
 import re
 import struct

@@ -1,7 +1,5 @@
 """The summary that stands for a long diff of a CDI specification."""
 
-from __future__ import annotations
-
 import io
 import json
 from typing import Any

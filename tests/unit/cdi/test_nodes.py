@@ -1,7 +1,5 @@
 """Device nodes: those that a host lacks, MIG devices, the kernel's own nodes for graphics."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Devices beside GPUs: each kind from the nodes that are there, a sentence where there are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import stat

@@ -1,7 +1,5 @@
 """Specifications of all folders together: who wins, what is a conflict, what is left when a file is broken."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Which specifications engines take, and which CDI version a specification needs: the rules of SPEC.md as tables."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

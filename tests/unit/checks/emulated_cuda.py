@@ -1,7 +1,5 @@
 """A libcuda in Python with one small GPU, which runs the kernels of a PTX text instruction by instruction."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: NVIDIA, PTX ISA 6.0, "Instruction Set".
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Sequence

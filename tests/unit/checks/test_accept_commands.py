@@ -1,7 +1,5 @@
 """The site's own commands of `gpuprov accept`: outputs as public issues and documents show them, and hostile ones."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The program that tests GPUs: its kernels on an emulated GPU, its processes without a libcuda."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

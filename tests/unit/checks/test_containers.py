@@ -1,7 +1,5 @@
 """What the checks ask docker for, and what they make of its answers."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The program that calls CUDA: with a libcuda that computes, with the simulated one, and with none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

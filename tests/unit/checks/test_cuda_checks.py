@@ -1,7 +1,5 @@
 """The checks of CUDA in containers: what a healthy host shows, and the line that names each fault."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

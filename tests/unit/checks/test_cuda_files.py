@@ -1,7 +1,5 @@
 """Files of hostile images: archives that are unpacked, loaders and caches that are read, within bounds."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import resource

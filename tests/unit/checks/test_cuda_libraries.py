@@ -1,7 +1,5 @@
 """Which libcuda wins, and what that means: image files as archives have them, without any engine."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """`gpuprov cuda` on the hosts of an inventory: events, table, the playbook's result."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

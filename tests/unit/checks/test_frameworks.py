@@ -1,7 +1,5 @@
 """PyTorch and TensorFlow in images of the user's: what they say, and which cause is named when they see no GPU."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Libraries that hide the driver's: a real loader, real caches by ldconfig, the driver's own files below a root."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

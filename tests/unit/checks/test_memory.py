@@ -1,7 +1,5 @@
 """What the last green verification saw is kept on the host; verify and the doctor say which GPU is missing since."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What nvidia-smi says, and where two of its reports differ."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

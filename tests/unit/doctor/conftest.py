@@ -1,7 +1,5 @@
 """The host of these tests runs 550.163.01, the simulated GPU's driver: its known holes are no trouble of the host's."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

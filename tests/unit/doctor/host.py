@@ -1,7 +1,5 @@
 """A host that gpuprov has set up and on which nothing is wrong, and what its programs answer the doctor."""
 
-from __future__ import annotations
-
 import subprocess
 from collections.abc import Sequence
 from dataclasses import replace

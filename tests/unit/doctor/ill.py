@@ -1,7 +1,5 @@
 """Ways in which a healthy host can be ill, and the form of a row: a rule, its trouble, what is told of it."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, replace
 from typing import Any, Callable

@@ -4,8 +4,6 @@ Messages are recorded where a row says from where: drivers and installers in Deb
 modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 

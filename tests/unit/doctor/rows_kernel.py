@@ -4,8 +4,6 @@ Messages are recorded where a row says from where: drivers and installers in Deb
 modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from gpuprov.core.places import REMEMBERED

@@ -1,7 +1,5 @@
 """An examination from end to end on a host at the System seam: what is told, how it ends, that nothing changes."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`doctor --fix` on a host at the System seam: what is done, what is left, that a rollback takes it back."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json

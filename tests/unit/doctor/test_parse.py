@@ -1,7 +1,5 @@
 """What programs and files say, as values: recorded from Debian 12, from NVIDIA's driver 550, from nvidia-ctk 1.20."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any

@@ -2,8 +2,6 @@
 trouble. A name without a value would end the doctor instead of naming a cause.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import inspect

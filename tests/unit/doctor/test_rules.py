@@ -1,7 +1,5 @@
 """Each rule over a host that has just its trouble: what it finds comes first, with evidence and what to type."""
 
-from __future__ import annotations
-
 import re
 import shlex
 import subprocess

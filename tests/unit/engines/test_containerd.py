@@ -1,7 +1,5 @@
 """containerd's tables by version, what a runtime copies, and which file it goes into."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A container's decision by its name: docker and podman know the id."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import socket

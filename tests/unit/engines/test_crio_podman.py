@@ -1,7 +1,5 @@
 """CRI-O's and podman's files, and the OCI hook."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

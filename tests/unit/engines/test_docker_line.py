@@ -1,7 +1,5 @@
 """How nvidia-docker reads docker's command line, and what it adds to it."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Engines besides docker, as an installation keeps them: told, restarted if they run, brought back if that fails."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Plain flags: what docker's command line, compose and quadlets get of a container's edits."""
 
-from __future__ import annotations
-
 import json
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """TOML files of others: what is put in stands there, everything else stays, and it comes out to the byte."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

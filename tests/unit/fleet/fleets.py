@@ -1,7 +1,5 @@
 """Fleets for pages: results of as many hosts as wanted, of every kind that a run may have; the same each time."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`gpuprov accept` over hosts: outliers of a fleet, results that are kept and signed."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping
 from dataclasses import replace

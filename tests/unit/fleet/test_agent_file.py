@@ -1,7 +1,5 @@
 """The agent's zipapp: the same bytes every time, nothing of the controller, nothing compiled, a folder of its own."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io

@@ -1,7 +1,5 @@
 """Settings that sites have in ansible.cfg and in Ansible's environment instead of in the inventory."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Batches as Ansible makes them: numbers, percentages, lists of both, and the canaries before them."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import signal

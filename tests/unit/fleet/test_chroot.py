@@ -1,7 +1,5 @@
 """`--root`: what a hostile image, a second run or a wrong folder can do to the builder; the agent is a script."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 import socket

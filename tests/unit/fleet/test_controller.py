@@ -1,7 +1,5 @@
 """The machine and the login at which gpuprov is typed: locale, limits, homes that are missing, full or others'."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """`gpuprov init`: the file that answers make, what is refused, and hosts that say something hostile."""
 
-from __future__ import annotations
-
 import errno
 import json
 import signal

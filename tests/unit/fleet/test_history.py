@@ -1,7 +1,5 @@
 """Runs that are kept: what is in them, what never is, how many, for whom; and the command that shows them."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import json

@@ -1,7 +1,5 @@
 """Which server keys are accepted: known ones; new ones where the user allows it; changed and revoked ones never."""
 
-from __future__ import annotations
-
 import base64
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One host of three that answers nonsense, in every field of every event: the report of the others stands."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -1,7 +1,5 @@
 """IMEX domains over hosts: one list from the whole inventory, never a part of a domain, at once or not at all."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import defaultdict

@@ -1,7 +1,5 @@
 """Inventories in the forms that people keep them in, and the mistakes that they make."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What is left to read of a thousand hosts: causes, versions, folded names, counts."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """What people and programs read: lines, plans, tables, problems, the last line; nothing from a host is trusted."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

@@ -1,7 +1,5 @@
 """Files that a run writes for the user: through links, into FIFOs, beside files that others have."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path

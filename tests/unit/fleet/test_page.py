@@ -1,7 +1,5 @@
 """The page of a run: all of it is there, nothing comes from elsewhere, nothing that a host says becomes markup."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

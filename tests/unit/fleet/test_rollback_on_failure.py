@@ -1,7 +1,5 @@
 """`--rollback-on-failure`: which hosts go back, what is run in which order, and what is told of them."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Drain, change, prove, undrain: what is run in which order, and what is told of hosts that stay drained."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

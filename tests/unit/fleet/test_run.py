@@ -1,7 +1,5 @@
 """The fan-out without SSH: order, limits, defects and Ctrl-C."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import json

@@ -1,7 +1,5 @@
 """/etc/gpuprov/site.yml: a machine's own variables, below those of -e, and root's alone."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What people write for ssh(1): arguments, configuration files, and what a host answers first."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import re

@@ -1,7 +1,5 @@
 """What the API server says: hostile until parsed, with lists of GPUs, nodes, pods, and kubectl's own words."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

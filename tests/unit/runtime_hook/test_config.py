@@ -1,7 +1,5 @@
 """Keys that runc reads in another way than this program are refused."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

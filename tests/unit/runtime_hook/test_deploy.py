@@ -1,7 +1,5 @@
 """What a host gets: a launcher, modules that stand alone and import little, byte code that belongs to them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

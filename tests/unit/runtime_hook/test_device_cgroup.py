@@ -1,7 +1,5 @@
 """The device cgroup: which one rules, and what the eBPF program says to each opening, by an interpreter of its own."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import struct

@@ -1,7 +1,5 @@
 """CDI's edits in a config.json: what is added, what is replaced, and all the rest as it was."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

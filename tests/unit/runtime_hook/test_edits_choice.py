@@ -1,7 +1,5 @@
 """What a container gets of all that there is: by capability, by request, and where its image looks for it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

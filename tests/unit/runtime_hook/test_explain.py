@@ -1,7 +1,5 @@
 """The decision explained: what each outcome says, in text and in JSON, and that nothing is changed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

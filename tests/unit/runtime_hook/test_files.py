@@ -1,7 +1,5 @@
 """What a host's path must be to be mounted into a container though it is not the driver's: root's, without links."""
 
-from __future__ import annotations
-
 import os
 import socket
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Specification, files and module of different versions: the one sentence, and what no check is made of."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The hook's front: what comes on standard input is an engine's state, or anything."""
 
-from __future__ import annotations
-
 import io
 import json
 import sys

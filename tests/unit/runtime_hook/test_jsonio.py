@@ -1,7 +1,5 @@
 """JSON by the interpreter's C code: the same answers as Python's json gives, both ways."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """The loader's cache as we write it, held against glibc's own ldconfig and loader."""
 
-from __future__ import annotations
-
 import random
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Links, loader cache and compatibility libraries in a container's root, held against the loader's own ldconfig."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

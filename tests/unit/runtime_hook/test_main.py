@@ -1,7 +1,5 @@
 """`create`: what it does to config.json, and that nothing but a refusal comes out of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

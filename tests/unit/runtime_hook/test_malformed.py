@@ -1,7 +1,5 @@
 """Malformed documents of every kind: one clean line, never an internal error, and nothing left behind."""
 
-from __future__ import annotations
-
 import copy
 import io
 import json

@@ -3,8 +3,6 @@
 No real daemon was looked at: the worst is assumed of its folder, a pid file and a socket that all users may write.
 """
 
-from __future__ import annotations
-
 import os
 import posix
 import shutil

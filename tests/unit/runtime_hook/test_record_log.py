@@ -1,7 +1,5 @@
 """The runtime's log: to a file or to the journal, one line whatever an image puts into it, and never a failure."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """What a container asks for: the rules of NVIDIA's toolkit, as tables."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

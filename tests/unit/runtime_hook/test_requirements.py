@@ -1,7 +1,5 @@
 """Requirement expressions held against a host, and what is said to whom they fail."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

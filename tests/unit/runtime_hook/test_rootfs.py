@@ -1,7 +1,5 @@
 """The walk through a hostile root file system: whatever its links say, nothing outside is opened or made."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -1,7 +1,5 @@
 """The edges of the walk through a container's root: limits, what is made and with which mode, answers to oddities."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Nothing is made in a mount that is not the root's own: with real mounts, and with volumes that are still to come."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Real ones hear it in tests/integration/test_containers_on_hosts.py.
 """
 
-from __future__ import annotations
-
 import socket
 import struct
 import threading

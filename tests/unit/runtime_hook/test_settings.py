@@ -1,7 +1,5 @@
 """The runtime's settings: NVIDIA's names and defaults, our own file over NVIDIA's; a mistake is named."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The CDI specification read, and devices found in it by each of their names."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

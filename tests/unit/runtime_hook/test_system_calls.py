@@ -1,7 +1,5 @@
 """The C library's functions without the package ctypes, and with it where `_ctypes` has other names."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

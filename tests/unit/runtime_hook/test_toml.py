@@ -1,7 +1,5 @@
 """Our TOML reader against Python's own: the same for all that it reads, a named line for all that it does not."""
 
-from __future__ import annotations
-
 import pytest
 import tomllib
 from hypothesis import given
