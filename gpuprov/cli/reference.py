@@ -53,13 +53,14 @@ def complete(context: click.Context, parameter: click.Parameter, incomplete: str
 def variables() -> list[dict[str, Any]]:
     """Return name, default, choices and help of all inventory variables in their documented order."""
     from gpuprov.protocol.spec import HostSpec, spec_to_json
-    from gpuprov.protocol.spec_fields import PREFIX
+    from gpuprov.protocol.spec_fields import ENGINES, PREFIX
 
+    engines = ", ".join(f"`{name}`" for name in ENGINES)
     defaults, texts = spec_to_json(HostSpec()), json.loads(pkgutil.get_data("gpuprov.protocol", "options.json") or b"")
     return [
         {
             "name": PREFIX + one.name, "default": defaults[one.name], "choices": list(one.metadata["choices"]),
-            "help": texts[one.name],
+            "help": texts[one.name].replace("{engines}", engines),
         }
         for one in fields(HostSpec)
     ]  # fmt: skip

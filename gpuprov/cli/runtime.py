@@ -16,13 +16,14 @@ import click
 from gpuprov.fleet.options import AS_JSON, FILE
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
+from gpuprov.protocol.tables import packaged
 
 if TYPE_CHECKING:
     from gpuprov.core.system import System
     from gpuprov.engines.known import Configuration
 
 
-_ENGINES = ("docker", "containerd", "crio", "podman", "k3s", "rke2", "microk8s")
+_ENGINES = ("docker", *packaged("engines"))
 _WITHOUT_SUCH_COMMAND = ("docker", "podman")
 _FORMATS = ("shell", "json", "compose", "quadlet")
 

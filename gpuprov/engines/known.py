@@ -5,8 +5,6 @@ Also which of them a Kubernetes node has: a kubelet that uses an engine of the h
 
 from __future__ import annotations
 
-import json
-import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
@@ -14,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Union
 from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.tables import packaged
 
 if TYPE_CHECKING:
     from gpuprov.engines.cri_status import CriStatus
@@ -115,7 +114,7 @@ Reader = Union[System, EngineFacts]
 
 @dataclass(frozen=True)
 class KnownEngine:
-    """A row of engines.json: an engine's program, its `places` beside the PATH, and what reads its files at its start.
+    """A row of protocol/engines.json: a program, its `places` beside the PATH, and what reads its files at its start.
 
     `units`: for example a server's and an agent's; podman has none. `socket` is the engine's CRI socket.
     A Kubernetes distribution has a containerd of its own, and writes `rendered` at every start, from `templates` (by
@@ -153,8 +152,7 @@ def _known(row: Mapping[str, Any]) -> KnownEngine:
 
 
 # Of k3s and RKE2, which runs k3s's code: docs.k3s.io/advanced#configuring-containerd, pkg/agent/containerd/runtimes.go.
-_TABLE: Mapping[str, Mapping[str, Any]] = json.loads(pkgutil.get_data("gpuprov.engines", "engines.json") or b"")
-ENGINES: Mapping[str, KnownEngine] = {name: _known(row) for name, row in _TABLE.items()}
+ENGINES: Mapping[str, KnownEngine] = {name: _known(row) for name, row in packaged("engines").items()}
 # Engines of a host itself, in the order in which `gpuprov_docker: none` configures them.
 OF_THE_HOST = tuple(name for name, engine in ENGINES.items() if not engine.cluster)
 

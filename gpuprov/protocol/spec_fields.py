@@ -12,7 +12,7 @@ from marshmallow import fields as schema_fields
 
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.secrets import masked
-from gpuprov.protocol.tables import PACKAGED
+from gpuprov.protocol.tables import PACKAGED, packaged
 
 PREFIX = "gpuprov_"
 
@@ -69,7 +69,8 @@ LINE = form(r"[^\x00-\x1f\x7f-\x9f]{0,4000}", "is not one line of at most 4000 c
 TOKEN = form(r"[A-Za-z0-9._=-]{1,32000}", "is not the content of a client configuration token")
 SERVER = form(r"[A-Za-z0-9][A-Za-z0-9.-]*(:\d{1,5})?", "is not a host name or address, with or without :PORT")
 MPS_MEMORY = form(r"\d{1,3}=\d{1,9}[GM](,\d{1,3}=\d{1,9}[GM])*", "is not a list of limits by GPU, such as 0=10G,1=512M")
-ENGINES = ("containerd", "crio", "k3s", "microk8s", "podman", "rke2")
+# Those of protocol/engines.json.
+ENGINES = tuple(packaged("engines"))
 WORDS = form(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*", "is not a list of plain words")
 # Not even a wrong value of these is printed.
 _SECRET = ("proxy", "vgpu")
