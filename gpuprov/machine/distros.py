@@ -1,6 +1,6 @@
 """The table of distributions: find a machine's row, and what it means for a kernel. Never queries the machine.
 
-The rows and their sources are in protocol/distributions.json and distribution_drivers.json.
+The rows and their sources are in protocol/distributions.json.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ ROWS = rows("distributions", "distributions", Distribution)
 # The row of a distribution that is not supported: it has no packages and no repositories.
 UNKNOWN = Distribution("", "", "", "", (), (), (), (), "")
 _UNSUPPORTED = rows("distributions", "unsupported", Unsupported)
-OWN_DRIVERS = rows("distribution_drivers", "drivers", OwnDriver)
+OWN_DRIVERS = rows("distributions", "drivers", OwnDriver)
 # NVIDIA's name of an architecture in its CUDA repositories, from `uname -m`; sbsa is Arm's servers.
 _NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
 # Folders there without one for Arm: docs.nvidia.com, Driver Installation Guide, "Linux System Requirements".

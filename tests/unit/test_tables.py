@@ -130,9 +130,9 @@ def test_a_wrong_table_of_models_is_refused(wrong: dict[str, Any], says: str) ->
     assert says in str(raised.value) and "site.json" in str(raised.value)
 
 
-def test_help_reads_no_table() -> None:
+def test_help_reads_the_table_of_engines_alone() -> None:
     code = "import gpuprov.cli.main; from gpuprov.protocol import tables; print(tables.packaged.cache_info().misses)"
-    assert subprocess.run((sys.executable, "-c", code), stdout=subprocess.PIPE, check=True).stdout == b"0\n"
+    assert subprocess.run((sys.executable, "-c", code), stdout=subprocess.PIPE, check=True).stdout == b"1\n"
 
 
 # -- MIG configurations ------------------------------------------------------------------------------------------------
