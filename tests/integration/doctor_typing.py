@@ -39,6 +39,17 @@ _DMESG = '#!/bin/sh\n[ -e /run/kernel.log ] || exit 0\nexec /usr/bin/dmesg --fil
 # How the simulated GPUs are ends with a boot, too.
 _STATE = "ln -sfn /run/simgpu.conf /etc/simgpu.conf"
 CONTAINER = "/run/systemd/container"
+# A driver beside the host's.
+OTHER_VERSION = "535.261.03"
+OTHER = f"libnvidia-ml.so.{OTHER_VERSION}"
+OTHER_CUDA = f"libcuda.so.{OTHER_VERSION}"
+SLEEPER = (
+    "mkdir -p /root/image; tar -hc /bin/sleep /lib/x86_64-linux-gnu/libc.so.6 /lib64/ld-linux-x86-64.so.2 "
+    "-C /root/image . | docker import - sleeper:1"
+)
+FORGET = "journalctl --rotate; journalctl --vacuum-size=1"
+# So that the host does not put right by itself what is broken next.
+NO_REFRESH = "systemctl stop gpuprov-refresh.path gpuprov-changed.service gpuprov-refresh.service"
 
 
 @dataclass(frozen=True)

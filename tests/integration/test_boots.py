@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from tests import simgpu
-from tests.integration.doctor_cases import SLEEPER
+from tests.integration.doctor_typing import SLEEPER
 from tests.lab import Host, HostRequest, cgroups
 from tests.lab.command_line import GPUPROV
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running

@@ -17,7 +17,7 @@ import pytest
 
 from tests import simgpu
 from tests.integration import docker29
-from tests.integration.doctor_cases import SLEEPER
+from tests.integration.doctor_typing import SLEEPER
 from tests.lab import Host, cgroups
 from tests.lab.base import build_base
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds

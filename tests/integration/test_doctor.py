@@ -1,6 +1,6 @@
 """The doctor on a real host: each trouble made for real comes first, and what the doctor says to type fixes it.
 
-Of groups of troubles (doctor_cases.py), every `next:` is typed, one after the other, each asked for again.
+Of groups of troubles (tests/unit/doctor/rows_*.py), every `next:` is typed, one after the other, each asked for again.
 """
 
 import json
@@ -13,15 +13,31 @@ import pytest
 
 from gpuprov.runtime_hook.settings import SETTINGS_PATH
 from tests import simgpu
-from tests.integration.doctor_cases import LIBRARIES, OTHER, OTHER_CUDA, OTHER_VERSION, SOFTWARE_GROUPS
-from tests.integration.doctor_gpu_cases import GPU_GROUPS
-from tests.integration.doctor_host_cases import CDI_GROUPS, NODE_GROUPS, TOOLKIT_GROUPS, TOOLKIT_NEW, TOOLKIT_OLD
-from tests.integration.doctor_typing import Group, prepare, type_until_silent
+from tests.integration.doctor_typing import (
+    OTHER,
+    OTHER_CUDA,
+    OTHER_VERSION,
+    Group,
+    prepare,
+    type_until_silent,
+)
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.nvidia_toolkit import build_toolkit
+from tests.triplet import LIBRARIES
+from tests.unit.doctor.rows_containers import (
+    CDI_GROUPS,
+    CONTAINER_GROUPS,
+    NODE_GROUPS,
+    TOOLKIT_GROUPS,
+    TOOLKIT_NEW,
+    TOOLKIT_OLD,
+)
+from tests.unit.doctor.rows_driver import DRIVER_GROUPS
+from tests.unit.doctor.rows_engines import ENGINE_GROUPS
+from tests.unit.doctor.rows_kernel import GPU_GROUPS
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEPT = "/root/kept"
@@ -60,6 +76,7 @@ TROUBLES = (
             "systemctl restart docker"),
 )  # fmt: skip
 
+SOFTWARE_GROUPS = (*DRIVER_GROUPS, *CONTAINER_GROUPS, *ENGINE_GROUPS)
 GROUPS = (*SOFTWARE_GROUPS, *NODE_GROUPS, *GPU_GROUPS, *TOOLKIT_GROUPS, *CDI_GROUPS)
 # Of what the hardware does, two groups in each run; the others take minutes.
 _CASES = [

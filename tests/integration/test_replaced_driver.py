@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tests import simgpu
-from tests.integration.doctor_cases import SLEEPER
+from tests.integration.doctor_typing import SLEEPER
 from tests.lab import Host
 from tests.lab.command_line import GPUPROV
 from tests.lab.fixtures import DRIVER, Site

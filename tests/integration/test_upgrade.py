@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import simgpu
-from tests.integration.doctor_cases import SLEEPER
+from tests.integration.doctor_typing import SLEEPER
 from tests.integration.killed import kill_when
 from tests.integration.test_install import etc, packages
 from tests.integration.test_uninstall import differences, files, in_memory

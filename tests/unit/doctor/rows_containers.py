@@ -1,5 +1,6 @@
 """Troubles of toolkit and CDI specification, with what the doctor must say of each.
 
+Rows are made-up facts, and groups real troubles of a lab host, whose commands test_doctor.py types.
 Messages are recorded where a row says from where: drivers and installers in Debian chroots, NVIDIA's open kernel
 modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
@@ -14,6 +15,8 @@ from gpuprov.facts.boot import RebootFacts
 from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
+from tests.integration.doctor_typing import FORGET, NO_REFRESH, OTHER_CUDA, OTHER_VERSION, PROGRAM, SLEEPER, Group
+from tests.lab.fixtures import DRIVER
 from tests.unit.doctor.ill import (
     CONFIG_TOML,
     NVIDIA_RUNTIME,
@@ -181,3 +184,202 @@ CONTAINER_ROWS = (
         both(nvidias, docker(version="28.5.2", config_text="{}", runtimes={"runc": "runc"}, cdi=True)),
         "docker info: runtimes runc", "nvidia-ctk runtime configure --runtime=docker", WARNING),
 )  # fmt: skip
+
+# -- on lab hosts -----------------------------------------------------------------------------------------------------
+
+_DAEMON_JSON = "/etc/docker/daemon.json"
+_PYTHON = "/usr/bin/python3.11"
+# Holds the lock as a run does, and ends once somebody waits for its end.
+_RUN = """flock 9
+printf '{"pid": %s, "command": "install", "since": "now"}' $$ >&9
+until pgrep -f "tail --pid=$$" > /dev/null; do sleep 1; done
+"""
+_NVIDIA_DOCKER2 = (
+    '{"default-runtime": "nvidia", "runtimes": {"nvidia": {"path": "nvidia-container-runtime", "runtimeArgs": []}}}'
+)
+_CONTAINER = "docker run --detach --rm --network none --runtime nvidia -e NVIDIA_VISIBLE_DEVICES=all"
+TOOLKIT_OLD, TOOLKIT_NEW = "1.17.8-1", "1.19.1-1"
+_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
+# What apt-ftparchive would write: Debian's hosts have none.
+_INDEX = (
+    "{ dpkg-deb --field driver.deb; echo Filename: ./driver.deb; echo Size: $(stat -c %s driver.deb); "
+    "echo SHA256: $(sha256sum driver.deb | cut -c -64); } > Packages"
+)
+_CONTAINERD = "/etc/containerd/config.toml"
+_CRI = "io.containerd.grpc.v1.cri"
+CONTAINER_GROUPS = (
+    Group("what nvidia-docker2 left",
+          ("mkdir -p /etc/nvidia-container-runtime /run/cdi",
+           'printf \'[nvidia-container-cli]\\nldconfig = "@/sbin/none"\\nroot = "/run/none"\\n\' > '
+           f"{NVIDIA_SETTINGS_PATH}",
+           f"sed s/{DRIVER}/{OTHER_VERSION}/ /etc/cdi/nvidia.json > /var/run/cdi/nvidia.json",
+           f"echo '{_NVIDIA_DOCKER2}' > /etc/docker/daemon.json; systemctl restart docker"),
+          frozenset({"runtime-missing", "cdi-names-absent-files", "driver-root-missing", "ldconfig-missing"})),
+    Group("modes that keep users out",
+          ("chmod 700 /etc/cdi; chmod 600 /etc/cdi/nvidia.json /dev/nvidia0 /dev/nvidiactl",
+           f"chmod 644 {LAUNCHER_PATH}"),
+          frozenset({"runtime-not-executable", "cdi-closed", "nodes-closed"})),
+    Group("specifications in each other's way",
+          ("mkdir -p /run/cdi; cp /etc/cdi/nvidia.json /etc/cdi/other.json",
+           "cp /etc/cdi/nvidia.json /var/run/cdi/nvidia.json", "echo '{' > /var/run/cdi/nvidia-more.json"),
+          frozenset({"cdi-conflict", "cdi-covered"})),
+    Group("a read-only /usr",
+          (f"mv {LAUNCHER_PATH} /root/kept-runtime; mount --bind /usr /usr; mount -o remount,bind,ro /usr",),
+          frozenset({"install-obstructed", "runtime-missing"})),
+    Group("settings that keep containers from GPUs",
+          ('mkdir -p /etc/gpuprov; printf \'supported-driver-capabilities = "graphics"\\n'
+           "accept-nvidia-visible-devices-envvar-when-unprivileged = false\\n' > /etc/gpuprov/container-runtime.toml",
+           "echo /usr/local/cuda/lib64/stubs > /etc/ld.so.conf.d/stubs.conf", "mkdir -p /etc/nvidia-container-runtime",
+           f"printf '[nvidia-container-cli]\\nno-cgroups = true\\n' > {NVIDIA_SETTINGS_PATH}"),
+          frozenset({"environment-refused", "capabilities-left-out", "cuda-stub-configured", "no-cgroups"})),
+    Group("files that gpuprov deployed are gone", ("rm /usr/lib/gpuprov/runtime_hook/system_calls.py",),
+          frozenset({"runtime-files-missing", "cdi-missing"}),
+          then={"runtime-files-missing": f"{NO_REFRESH}; rm /etc/cdi/nvidia.json"}),
+    Group("the configuration is emptied, docker not restarted yet",
+          (f"{NO_REFRESH}; echo '{{' > /etc/cdi/nvidia.json",
+           "echo '{}' > /etc/docker/daemon.json"),
+          frozenset({"cdi-broken", "runtime-unsaved"})),
+    Group("the toolkit is gone, docker has forgotten it",
+          (f"rm {LAUNCHER_PATH} /usr/bin/nvidia-container-runtime-hook; echo '{{}}' > {_DAEMON_JSON}",
+           "systemctl restart docker"),
+          frozenset({"toolkit-missing", "runtime-unregistered"})),
+    Group("the Python that gpuprov's runtime names is gone",
+          (f"sed -i 's|{_PYTHON}|/usr/bin/python3.8|g' {LAUNCHER_PATH}",),
+          frozenset({"python-missing", "runtime-files-missing"})),
+    Group("the Python that gpuprov's runtime names is everybody's to write",
+          (f"cp {_PYTHON} /opt/python3; chmod 777 /opt/python3",
+           f"sed -i 's|{_PYTHON}|/opt/python3|g' {LAUNCHER_PATH}"),
+          frozenset({"python-unfit", "runtime-files-missing"})),
+    Group("a run is alive",
+          (f"cat > /root/run <<'end'\n{_RUN}end",
+           "setsid sh /root/run 9> /run/gpuprov.lock > /dev/null 2>&1 < /dev/null &",
+           "until grep -q pid /run/gpuprov.lock; do sleep 0.2; done"),
+          frozenset({"run-alive"})),
+    Group("the watch has failed and is stopped",
+          ("mkdir -p /var/lib/prometheus/node-exporter",
+           f"{PROGRAM} install -e gpuprov_watch=daily -e gpuprov_driver=preinstalled",
+           "systemctl stop gpuprov-watch.timer; mv /usr/lib/gpuprov/watch.pyz /root/",
+           "systemctl start gpuprov-watch.service; mv /root/watch.pyz /usr/lib/gpuprov/"),
+          frozenset({"watch-failed", "watch-stopped"}), options={"gpuprov_watch": "daily"}),
+    Group("containers with a libcuda of their own, and more than are examined",
+          (f"mkdir -p /root/cuda; cp /root/{OTHER_CUDA} /root/cuda; ln -sf {OTHER_CUDA} /root/cuda/libcuda.so.1",
+           SLEEPER, f"for one in $(seq 21); do {_CONTAINER} --name gpu-$one sleeper:1 /bin/sleep 3600; done",
+           f"{_CONTAINER} --name trainer -v /root/cuda:/cuda -e LD_LIBRARY_PATH=/cuda sleeper:1 /bin/sleep 3600"),
+          frozenset({"container-library", "containers-left-out"}),
+          then={
+              "container-library": "docker rm --force trainer",
+              "containers-left-out": "docker rm --force $(docker ps --quiet)",
+          },
+          names={"CONTAINER": "gpu-1"}),
+    Group(
+        "an image that needs another driver",
+        (
+            SLEEPER,
+            f"{_CONTAINER} -e 'NVIDIA_REQUIRE_CUDA=cuda>=99' sleeper:1 /bin/sleep 1 && exit 1; true",
+        ),
+        frozenset({"requirement-unmet"}),
+        # What docker has said stays until then.
+        then={"requirement-unmet": FORGET},
+    ),
+)  # fmt: skip
+TOOLKIT_GROUPS = (
+    Group(
+        "packages of NVIDIA's toolkit that are old, a part of them, and without the hook",
+        (
+            "apt-get install --yes --allow-downgrades "
+            f"nvidia-container-toolkit={TOOLKIT_OLD} nvidia-container-toolkit-base={TOOLKIT_OLD}",
+        ),
+        frozenset({"toolkit-old", "toolkit-mixed", "hook-missing"}),
+        then={"toolkit-old": f"rm {_HOOK_PATH}"},
+        options={"gpuprov_toolkit": "nvidia"},
+    ),
+    Group(
+        "NVIDIA's runtime and no links to the nodes",
+        ("rm /dev/char/195:*",),
+        frozenset({"dev-char-links"}),
+        options={"gpuprov_toolkit": "nvidia"},
+    ),
+)
+CDI_GROUPS = (
+    Group(
+        "a container that asks for a device of no specification",
+        (SLEEPER, "docker run --rm --device nvidia.com/gpu=none sleeper:1 /bin/sleep 1 && exit 1; true"),
+        frozenset({"cdi-unresolved"}),
+        # What docker has said stays until then.
+        then={"cdi-unresolved": FORGET},
+    ),
+    Group(
+        "a docker that does not read CDI specifications",
+        (
+            'python3 -c \'import json; path = "/etc/docker/daemon.json"; found = json.load(open(path)); '
+            'del found["features"]; json.dump(found, open(path, "w"))\'; systemctl restart docker',
+        ),
+        frozenset({"cdi-off-in-docker"}),
+    ),
+    Group(
+        "an engine that is asked for and not there",
+        ("mkdir -p /etc/containers; printf '[containers]\\npids_limit = 0\\n' > /etc/containers/containers.conf",),
+        frozenset({"engine-missing", "engine-unconfigured"}),
+        options={"gpuprov_engines": ["podman"]},
+    ),
+    # The last one of its host.
+    Group(
+        "a driver from a package over one from the installer",
+        (
+            "mkdir -p /root/driver/DEBIAN /root/offers",
+            f"cp --archive --parents /usr/bin/nvidia-smi /usr/lib/x86_64-linux-gnu/*.{DRIVER} /root/driver/",
+            "printf 'Package: nvidia-driver-cuda\\nVersion: 1\\nArchitecture: all\\nMaintainer: A\\nDescription: -\\n'"
+            " > /root/driver/DEBIAN/control",
+            "printf '#!/bin/sh\\nldconfig\\n' > /root/driver/DEBIAN/postinst; chmod 755 /root/driver/DEBIAN/postinst",
+            "dpkg-deb --build /root/driver /root/offers/driver.deb; dpkg --install /root/offers/driver.deb",
+            f"cd /root/offers && {_INDEX}; echo 'deb [trusted=yes] file:/root/offers ./' > "
+            "/etc/apt/sources.list.d/driver.list; apt-get -qq update",
+        ),
+        frozenset({"drivers-mixed"}),
+        options={"gpuprov_driver": "preinstalled"},
+    ),
+)
+# A Kubernetes node: the kubelet is a file in its place.
+NODE_GROUPS = (
+    Group(
+        "a node's containerd is not asked for",
+        ("touch /usr/local/bin/kubelet; rm -f /etc/containerd/*.toml /etc/containerd/conf.d/*",),
+        frozenset({"node-engine-unnamed"}),
+    ),
+    Group(
+        "a node's containerd has parts switched off, and the kubelet another cgroup driver",
+        (
+            # As it is set up with kubeadm.
+            "touch /usr/local/bin/kubelet; mkdir -p /var/lib/kubelet; rm -f /etc/containerd/conf.d/*",
+            f"containerd config default > {_CONTAINERD}; {PROGRAM} runtime configure --runtime containerd",
+            f"sed -i 's/^disabled_plugins.*/disabled_plugins = [\"{_CRI}\"]/' {_CONTAINERD}",
+            "systemctl restart containerd",
+        ),
+        frozenset({"containerd-cri-off", "containerd-cdi-off", "cgroup-drivers-differ"}),
+        then={
+            "containerd-cri-off": f"sed -i '/^ *.plugins.\"{_CRI}\".$/a enable_cdi = false' {_CONTAINERD}",
+            "containerd-cdi-off": "echo 'cgroupDriver: systemd' > /var/lib/kubelet/config.yaml",
+        },
+        # One fault at a time, as somebody does who reads the first message.
+        editor="sed -i 's/^disabled_plugins.*//; /enable_cdi = false/d' $file; [ -e /var/lib/kubelet/config.yaml ] && "
+        "sed -i 's/SystemdCgroup = false/SystemdCgroup = true/' $file",
+        options={"gpuprov_engines": ["containerd"]},
+    ),
+    Group(
+        "docker's log driver has no server",
+        (
+            "cp /etc/docker/daemon.json /root/kept.json",
+            """sed -i '1s|{|{"log-driver": "fluentd", "log-opts": {"fluentd-address": "192.0.2.1:1"},|' """
+            "/etc/docker/daemon.json; systemctl restart docker",
+            SLEEPER,
+            "docker run --rm --network none sleeper:1 /bin/sleep 1 && exit 1; true",
+        ),
+        frozenset({"log-driver-unreachable"}),
+        editor="cp /root/kept.json $file",
+        then={"log-driver-unreachable": FORGET},
+    ),
+)
+# Kind (test_doctor_typed.py) → rules whose command no test types.
+CONTAINER_EXCUSES = {
+    "kernel": {"reboot-asked-for"},
+}  # fmt: skip

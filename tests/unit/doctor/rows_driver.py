@@ -1,15 +1,20 @@
 """Troubles of the driver's libraries and of device nodes, with what the doctor must say of each.
 
+Rows are made-up facts, and groups real troubles of a lab host, whose commands test_doctor.py types.
 Messages are recorded where a row says from where: drivers and installers in Debian chroots, NVIDIA's open kernel
 modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
 
 from dataclasses import replace
 
+from gpuprov.boot.prepare import content_of
 from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import Containers, Loaded, ModuleFile, Smi
+from gpuprov.facts.boot import PERSISTENCE, UNITS
 from gpuprov.facts.kernels import InstalledKernel
+from tests.integration.doctor_typing import NO_REFRESH, OTHER, OTHER_CUDA, Group
+from tests.lab.fixtures import DRIVER
 from tests.triplet import LIBRARIES
 from tests.unit.doctor.host import SMI, with_driver, with_kernel
 from tests.unit.doctor.ill import (
@@ -289,3 +294,71 @@ LIBRARY_ROWS = (
         lambda x: replace(x, containers=Containers((Loaded("docker", "a"),), 7, "not done after 20 s")), "examined: 1",
         "gpuprov cuda CONTAINER", WARNING),
 )  # fmt: skip
+
+# -- on lab hosts -----------------------------------------------------------------------------------------------------
+
+_PERSISTENCE_UNIT = content_of(f"{UNITS}/{PERSISTENCE}").decode()
+# systemd gives a path up that starts its unit too often. What mostly ends it, inotify's limits, hosts share.
+_FAILED_PATH = """set -e; d=/run/systemd/system/gpuprov-refresh.path.d; mkdir -p $d
+printf '[Path]\\nPathExists=/\\nTriggerLimitIntervalSec=1h\\nTriggerLimitBurst=2\\n' > $d/limit.conf
+systemctl daemon-reload; systemctl restart gpuprov-refresh.path
+until systemctl is-failed --quiet gpuprov-refresh.path; do sleep 0.1; done
+rm -r $d; systemctl daemon-reload"""
+
+
+def _wrapper(path: str, banner: str) -> str:
+    script = f'#!/bin/sh\\necho {banner}\\nexec /usr/bin/nvidia-smi "$@"\\n'
+    return f"printf '{script}' > {path}; chmod 755 {path}"
+
+
+DRIVER_GROUPS = (
+    Group("programs get other files than the driver's",
+          (f"cp /root/{OTHER} /root/{OTHER_CUDA} /usr/local/lib/; ldconfig",
+           _wrapper("/usr/local/bin/nvidia-smi", "welcome")),
+          frozenset({"library-hidden", "nvidia-smi-hidden"})),
+    Group("a preload that can't be loaded, a wrapper in the driver's place",
+          ("mkdir -p /root/kept-smi; cp /usr/bin/nvidia-smi /root/kept-smi/; rm /usr/bin/nvidia-smi",
+           "printf '#!/bin/sh\\necho welcome\\nexec /root/kept-smi/nvidia-smi \"$@\"\\n' > /usr/bin/nvidia-smi",
+           "chmod 755 /usr/bin/nvidia-smi; echo /opt/none.so > /etc/ld.so.preload"),
+          frozenset({"preload-broken", "nvidia-smi-replaced"})),
+    Group("files of the driver are gone or broken",
+          (f"truncate -s 1000 {LIBRARIES}/libcuda.so.{DRIVER}; rm /usr/bin/nvidia-smi",),
+          frozenset({"driver-damaged", "nvidia-smi-missing"})),
+    Group("device nodes are gone, and a file lies in the place of one", ("rm /dev/nvidia0",),
+          frozenset({"nodes-missing", "node-wrong"}),
+          then={"nodes-missing": "rm /dev/nvidiactl; touch /dev/nvidiactl"}),
+    Group("libraries of another driver than the loaded module's",
+          (f"cp /root/{OTHER} {LIBRARIES}/; ln -sf {OTHER} {LIBRARIES}/libnvidia-ml.so.1",),
+          frozenset({"version-mismatch", "nvidia-smi-18", "driver-damaged", "drivers-several"})),
+    Group("the loader's cache has a stub",
+          (f"mkdir -p /usr/local/cuda/lib64/stubs; cp /root/{OTHER_CUDA} /usr/local/cuda/lib64/stubs/libcuda.so.1",
+           "echo /usr/local/cuda/lib64/stubs > /etc/ld.so.conf.d/000-cuda.conf; ldconfig"),
+          frozenset({"cuda-stub"})),
+    Group("units that run at boot have failed",
+          (_FAILED_PATH,
+           f"{NO_REFRESH}; mv /usr/lib/gpuprov/boot.pyz /root/kept-boot",
+           "systemctl restart gpuprov-nodes.service; systemctl restart gpuprov-refresh.service; true",
+           "mv /root/kept-boot /usr/lib/gpuprov/boot.pyz"),
+          frozenset({"nodes-unit-failed", "refresh-path-failed", "refresh-unit-failed"})),
+    Group("the driver is gone", ("nvidia-uninstall --silent; touch /var/lib/gpuprov/driver-incomplete; true",),
+          frozenset({"driver-incomplete", "driver-missing"})),
+    Group(
+        "a daemon of the driver's that has failed, a run that was cut off",
+        (
+            # As a package brings it: in a system container gpuprov leaves the GPUs to the machine around it.
+            f"cat > {UNITS}/{PERSISTENCE} <<'end'\n{_PERSISTENCE_UNIT}end",
+            "mv /usr/bin/nvidia-persistenced /root/kept-persistenced; systemctl daemon-reload",
+            f"systemctl start {PERSISTENCE}; until systemctl is-failed --quiet {PERSISTENCE}; do sleep 0.2; done",
+            "mv /root/kept-persistenced /usr/bin/nvidia-persistenced",
+            "sed -i '$d' $(ls /var/lib/gpuprov/runs/*.jsonl | tail -1)",
+        ),
+        frozenset({"persistenced-failed", "run-cut-off"}),
+    ),
+)  # fmt: skip
+# Kind (test_doctor_typed.py) → rules whose command no test types.
+DRIVER_EXCUSES = {
+    "firmware": {"row-remap-pending"},
+    "switches": {"fabric-hidden", "fabric-manager-missing", "fabric-manager-version"},
+    "hardware": {"confidential-not-ready", "gpudirect-failed", "mps-failed", "peermem-symbols", "unlicensed"},
+    "kernel": {"driver-old", "known-problem"},
+}  # fmt: skip

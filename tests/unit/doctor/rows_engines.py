@@ -1,5 +1,6 @@
 """Troubles of docker and other engines, with what the doctor must say of each.
 
+Rows are made-up facts, and groups real troubles of a lab host, whose commands test_doctor.py types.
 Messages are recorded where a row says from where: drivers and installers in Debian chroots, NVIDIA's open kernel
 modules and documentation, bug reports of the projects named. All others follow the known formats and were written here.
 """
@@ -17,6 +18,7 @@ from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
+from tests.integration.doctor_typing import PROGRAM, Group
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.doctor.ill import (
     AVC,
@@ -271,3 +273,106 @@ LEFTOVER_ROWS = (
         both(docker(config_text=json.dumps({"runtimes": _RUNTIMES})), _left(dead_runtimes=("nvidia-experimental",))),
         "runtime nvidia-experimental is /usr/bin/nvidia-container-runtime.x", _MIGRATE, WARNING),
 )  # fmt: skip
+
+# -- on lab hosts -----------------------------------------------------------------------------------------------------
+
+_DAEMON_JSON = "/etc/docker/daemon.json"
+_CONTAINERD = "/etc/containerd/config.toml"
+# A key that the hosts have and apt does not trust stands for that of NVIDIA's retired repositories.
+_RETIRED_KEY = "D051FE3A848DCABD4625787A6FFA8EF91DB114E0"
+
+
+def _package(name: str, version: str) -> str:
+    """Return the command that installs an empty package."""
+    lines = (f"Package: {name}", f"Version: {version}", "Architecture: all", "Maintainer: A", "Description: -")
+    control = "".join(f"{line}\\n" for line in lines)
+    return (
+        f"mkdir -p /root/{name}/DEBIAN; printf '{control}' > /root/{name}/DEBIAN/control; "
+        f"dpkg-deb --build /root/{name} /root/{name}.deb; dpkg --install /root/{name}.deb"
+    )
+
+
+ENGINE_GROUPS = (
+    Group("docker is disabled and its clients are sent elsewhere",
+          ("systemctl disable --now docker.service docker.socket",
+           "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment"),
+          frozenset({"docker-disabled", "docker-host", "docker-down"}),
+          then={"docker-host": "systemctl stop docker.service docker.socket"}),
+    Group("docker is masked, its client talks to another one",
+          ("docker context create away --docker host=tcp://192.0.2.1:2375; docker context use away",
+           "systemctl mask --now docker.service"),
+          frozenset({"docker-masked", "docker-context"})),
+    Group("programs that docker needs are gone", ("mv /usr/sbin/runc /root/kept-runc; apt-get purge -y -qq docker.io",),
+          frozenset({"docker-missing", "low-level-runtime-missing"})),
+    Group("files of docker's that it can't read, or does not know",
+          (f"cp {_DAEMON_JSON} /root/kept.json; sed -i '1s/{{/{{,/' {_DAEMON_JSON}",),
+          frozenset({"daemon-json-broken"}), editor="cp /root/kept.json $file"),
+    Group(
+        "docker's own settings keep it from its start",
+        (
+            f"cp {_DAEMON_JSON} /root/kept.json",
+            f'sed -i \'1s/{{/{{"default-runtime": "kata", "debug": true,/\' {_DAEMON_JSON}',
+            "mkdir -p /etc/systemd/system/docker.service.d",
+            "printf '[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// --debug\n' > "
+            "/etc/systemd/system/docker.service.d/10-flags.conf; systemctl daemon-reload",
+            "systemctl restart docker; true",
+        ),
+        frozenset({"docker-flags-twice", "default-runtime-unknown", "daemon-json-broken"}),
+        # One fault at a time, as somebody does who reads the first message.
+        editor="if grep -q debug $file; then sed -i 's/ \"debug\": true,//' $file; else cp /root/kept.json $file; fi",
+        then={
+            "default-runtime-unknown": "rm -r /etc/systemd/system/docker.service.d; systemctl daemon-reload; "
+            "systemctl restart docker"
+        },
+    ),
+    Group("docker reads another file since its unit changed",
+          ("mkdir -p /etc/systemd/system/docker.service.d; echo '{}' > /etc/docker/other.json",
+           "printf '[Service]\nExecStart=\nExecStart=/usr/sbin/dockerd -H fd:// "
+           "--config-file /etc/docker/other.json\n' > /etc/systemd/system/docker.service.d/10-file.conf",
+           "systemctl daemon-reload"),
+          frozenset({"docker-unit-changed", "runtime-unregistered"}),
+          then={
+              "runtime-unregistered": "rm -r /etc/systemd/system/docker.service.d; systemctl daemon-reload; "
+              "systemctl restart docker"
+          }),
+    Group("dockerd's PATH lacks the hook",
+          ("mkdir -p /etc/systemd/system/docker.service.d",
+           "printf '[Service]\nEnvironment=PATH=/usr/sbin:/sbin\n' > "
+           "/etc/systemd/system/docker.service.d/10-path.conf; systemctl daemon-reload; systemctl restart docker"),
+          frozenset({"hook-not-on-path"}),
+          editor="printf '[Service]\nEnvironment=PATH=/usr/sbin:/usr/bin:/sbin:/bin\n' > $file"),
+    Group("docker's client has no socket", ("rm /run/docker.sock",), frozenset({"docker-unreachable"}),
+          then={"docker-unreachable": "systemctl restart docker.socket docker.service"}),
+    Group("containerd is asked for, not configured, and stopped", (), frozenset({"engine-unconfigured", "engine-down"}),
+          then={"engine-unconfigured": "systemctl stop containerd"}, options={"gpuprov_engines": ["containerd"]}),
+    Group("a volume that nvidia-docker has left", ("docker volume create nvidia_driver_375.26",),
+          frozenset({"nvidia-docker-volumes"})),
+    Group("what nvidia-docker 1 and 2 have left",
+          (_package("nvidia-docker2", "2.13.0-1"), "mkdir /var/lib/nvidia-docker; touch /usr/bin/nvidia-docker-plugin",
+           "echo 'deb https://nvidia.github.io/nvidia-docker/debian10/amd64 /' > "
+           "/etc/apt/sources.list.d/nvidia-docker.list",
+
+           """sed -i 's|"runtimes": {|&"nvidia-x": {"path": "/usr/bin/nvidia-container-runtime-x"},|' """
+           f"{_DAEMON_JSON}",
+           "systemctl restart docker"),
+
+          frozenset({"toolkit-retired", "nvidia-docker-plugin", "nvidia-docker-repository", "nvidia-docker-key",
+                    "nvidia-docker-runtimes"}),
+
+          then={"nvidia-docker-repository":
+          "cp /usr/share/keyrings/debian-archive-removed-keys.gpg /usr/share/keyrings/nvidia-docker.gpg"},
+          options={"gpuprov_toolkit_key_fingerprint": _RETIRED_KEY}),
+    Group("containerd's file is invalid TOML, then one that it has not read",
+          (f"{PROGRAM} runtime configure --runtime containerd; systemctl restart containerd",
+           f"cp {_CONTAINERD} /root/kept.toml; echo '[[' >> {_CONTAINERD}"),
+          frozenset({"engine-unreadable", "engine-not-restarted"}), editor="cp /root/kept.toml $file",
+          then={"engine-unreadable": f"mv {_CONTAINERD} /root/kept.toml; systemctl restart containerd; "
+          f"mv /root/kept.toml {_CONTAINERD}"},
+          options={"gpuprov_engines": ["containerd"]}),
+)  # fmt: skip
+# Kind (test_doctor_typed.py) → rules whose command no test types.
+ENGINE_EXCUSES = {
+    "system": {"bpf-refused", "docker-is-podman", "docker-rootless", "docker-snap", "selinux-denies"},
+    "release": {"podman-without-cdi"},
+    "toolkit": {"library-not-loaded"},
+}  # fmt: skip
