@@ -324,7 +324,7 @@ def check_feature(system: System, name: str, reason: str) -> str:
         if found["status"] != "UP":
             raise Failed(json.dumps(found))
         return f"{len(found['nodes'])} nodes are UP"
-    row = next(row for row in tables.packaged("options_needs")["checks"] if row["name"] == name)
+    row = next(row for row in tables.packaged("options")["checks"] if row["name"] == name)
     try:
         return features.check(system, row, "driver|numa")[0]
     except OutcomeFailed as error:

@@ -1,4 +1,4 @@
-"""Checks of `gpuprov verify` for what options add to a host: rows of options_needs.json. Reads only."""
+"""Checks of `gpuprov verify` for what options add to a host: rows of options.json. Reads only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 def checks(system: System, spec: HostSpec) -> Iterator[tuple[str, Callable[[], Values]]]:
     """Yield name and check of each row whose option is set (to its value, if it has one), or whose file is there."""
-    for row in tables.packaged("options_needs")["checks"]:
+    for row in tables.packaged("options")["checks"]:
         asked = getattr(spec, row.get("option", ""), None)
         values = asked if isinstance(asked, tuple) else (None,)
         if (asked and row.get("value") in values) or ("where" in row and system.exists(row["where"])):

@@ -54,9 +54,10 @@ def variables() -> list[dict[str, Any]]:
     """Return name, default, choices and help of all inventory variables in their documented order."""
     from gpuprov.protocol.spec import HostSpec, spec_to_json
     from gpuprov.protocol.spec_fields import ENGINES, PREFIX
+    from gpuprov.protocol.tables import packaged
 
     engines = ", ".join(f"`{name}`" for name in ENGINES)
-    defaults, texts = spec_to_json(HostSpec()), json.loads(pkgutil.get_data("gpuprov.protocol", "options.json") or b"")
+    defaults, texts = spec_to_json(HostSpec()), packaged("options")["texts"]
     return [
         {
             "name": PREFIX + one.name, "default": defaults[one.name], "choices": list(one.metadata["choices"]),

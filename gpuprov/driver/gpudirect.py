@@ -36,4 +36,4 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
 
 
 def _asked(spec: HostSpec) -> list[dict[str, Any]]:
-    return [kind for kind in tables.packaged("options_needs")["gpudirect"] if kind["name"] in spec.gpudirect]
+    return [kind for kind in tables.packaged("options")["gpudirect"] if kind["name"] in spec.gpudirect]

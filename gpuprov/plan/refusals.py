@@ -1,4 +1,4 @@
-"""Why a host can't have what its specification asks for: rows of options_needs.json whose condition holds. Pure."""
+"""Why a host can't have what its specification asks for: rows of options.json whose condition holds. Pure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def refusals(driver: DriverSource) -> Iterator[Problem]:
         "row": facts.distribution, "commands": commands, "facts": facts, "spec": spec,
         "get_python": f"{commands.reinstall} {' '.join(pythons)}" if pythons else install,
     }  # fmt: skip
-    for row in packaged("options_needs")["refusals"]:
+    for row in packaged("options")["refusals"]:
         if getattr(spec, row.get("option", "driver")) and (evidence := holds[row["when"]]):
             texts = (row["what"], row.get("seen", "{evidence}"), row["next"])
             yield Problem(*(text.format(evidence=evidence, **words) for text in texts))

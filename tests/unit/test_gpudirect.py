@@ -241,7 +241,7 @@ def test_failed_query_does_not_mean_that_the_mode_is_off(host: Rdma, tmp_path: P
     environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
     done = subprocess.run(["/bin/sh", "-c", command], check=False, env=environment, stdout=subprocess.PIPE)
     assert (done.returncode, done.stdout) == ((code, b"why\n") if fails else (0, b""))
-    (row,) = (one for one in packaged("options_needs")["checks"] if one["name"] == "confidential computing")
+    (row,) = (one for one in packaged("options")["checks"] if one["name"] == "confidential computing")
     done = subprocess.run(row["argv"], check=False, env=environment, stdout=subprocess.PIPE)
     assert (done.returncode != 0, b"unsupported" in done.stdout) == (fails, not fails)
 

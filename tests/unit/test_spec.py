@@ -1,5 +1,6 @@
 """What users may write: good values, and every kind of bad one with the sentence it gets."""
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -100,7 +101,7 @@ def test_only_our_own_inventory_variables_count() -> None:
 
 
 def test_every_option_has_a_text_and_every_text_an_option() -> None:
-    texts = packaged("options")
+    texts = packaged("options")["texts"]
     assert set(texts) == set(option_names()), "next: a text in gpuprov/protocol/options.json for each field of HostSpec"
     assert list(texts) == list(option_names()), "next: the texts in the order of the fields"
     assert [name for name, text in texts.items() if len(text) <= 20] == [], "next: say what these options do"
@@ -109,8 +110,8 @@ def test_every_option_has_a_text_and_every_text_an_option() -> None:
 
 def test_every_option_is_read_somewhere() -> None:
     package = Path(gpuprov.__file__).parent
-    files = (*package.rglob("*.py"), package / "protocol/options_needs.json")
-    code = "\n".join(file.read_text() for file in files if file != package / "protocol/spec.py")
+    code = "\n".join(file.read_text() for file in package.rglob("*.py") if file != package / "protocol/spec.py")
+    code += json.dumps({key: rows for key, rows in packaged("options").items() if key != "texts"})
     words = set(re.findall(r"""[."'](?:gpuprov_)?(\w+)""", code))
     # The digest beside a site's table: agent/site_tables.py makes the name.
     unread = [name for name in option_names() if name not in words and name.removesuffix("_sha256") not in words]

@@ -307,7 +307,7 @@ def test_every_refusal_has_a_condition_and_texts_that_can_be_filled_in(tmp_path:
     assert any("gpuprov_cuda does not say" in one.what for one in refusals(driver))
     words = {"row": facts.distribution, "commands": facts.package_manager.commands, "facts": facts, "spec": driver.spec,
              "get_python": "apt-get install python3"}  # fmt: skip
-    for row in tables.packaged("options_needs")["refusals"]:
+    for row in tables.packaged("options")["refusals"]:
         assert getattr(driver.spec, row.get("option", "driver")), "the condition was looked up"
         for text in (row["what"], row.get("seen", ""), row["next"]):
             assert "{" not in text.format(**words, evidence="evidence")
