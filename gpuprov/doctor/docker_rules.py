@@ -19,10 +19,7 @@ _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
 _UNIT = "docker.service"
 _FLAGS_TWICE = "specified both as a flag and in the configuration file"
-_OTHER_ENGINES = {
-    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/kubelet", "/usr/local/bin/k3s", "/usr/bin/nerdctl",
-    "/usr/local/bin/nerdctl",
-}  # fmt: skip
+_OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
 _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
 conditions({
     "docker-masked": lambda x: x.host.docker.unit.load == "masked" and seen_of(engine.MASKED),
@@ -76,7 +73,9 @@ def _wrong(x: HostSnapshot) -> tuple[Problem, ...]:
 @rule
 def docker_missing(x: HostSnapshot) -> Seen | None:
     # docker needs containerd, which stays when docker is removed.
-    others = _OTHER_ENGINES & x.there or ("containerd" in x.spec.engines and "/usr/bin/containerd" in x.there)
+    others = x.host.kubernetes or _OTHER_ENGINES & x.there or (
+        "containerd" in x.spec.engines and "/usr/bin/containerd" in x.there
+    )  # fmt: skip
     if x.host.docker.installed or x.host.docker.snap or (others and not in_file(x)):
         return None
     left = [f"{x.host.docker.config_path}: runtime nvidia is {in_file(x)}"] if in_file(x) else []

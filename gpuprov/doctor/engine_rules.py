@@ -23,13 +23,6 @@ from gpuprov.protocol.words import counted
 
 _FIRST_PODMAN_WITH_CDI = (4, 1)
 _MAIN = KNOWN["containerd"].main
-_PACKAGES = {"crio": "cri-o"}
-# Engines that no package of a distribution has, in the words of their own documentation.
-_INSTALLERS = {
-    "k3s": "curl -sfL https://get.k3s.io | sh -",
-    "microk8s": "snap install microk8s --classic",
-    "rke2": "curl -sfL https://get.rke2.io | sh -; systemctl enable --now rke2-server",
-}
 
 
 @rule
@@ -40,8 +33,9 @@ def engine_missing(x: HostSnapshot) -> Seen | None:
         return Seen(seen, meaning="no container engine is installed", next_step=commands.install_packages(x, "podman"))
     if not name:
         return None
-    step = _INSTALLERS.get(name) or commands.install_packages(x, _PACKAGES.get(name, name))
-    return Seen(f"command -v {KNOWN[name].program}: nothing", name=name, next_step=step)
+    known = KNOWN[name]
+    step = known.install_command or commands.install_packages(x, known.package or name)
+    return Seen(f"command -v {known.program}: nothing", name=name, next_step=step)
 
 
 def registered(x: HostSnapshot) -> Mapping[str, Registration]:
@@ -74,8 +68,6 @@ def engine_down(x: HostSnapshot) -> Seen | None:
 
 
 _OF_KUBELETS = ("containerd", "crio")
-# These detect NVIDIA's runtime by themselves.
-_FIND_IT = ("k3s", "rke2")
 
 
 @rule
@@ -83,8 +75,8 @@ def node_engine_unnamed(x: HostSnapshot) -> Seen | None:
     missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
     if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
         missing.append("crio" if "/usr/bin/crio" in x.there else "containerd")
-    if "/usr/bin/nvidia-container-runtime" in x.there:
-        missing = [name for name in missing if name not in _FIND_IT]
+    # Some detect NVIDIA's runtime by themselves.
+    missing = [name for name in missing if not x.there.intersection(KNOWN[name].detects)]
     # Those that an earlier run, with other variables, has configured.
     files = {name: (KNOWN[name].main, KNOWN[name].drop_in) for name in missing}
     missing = [name for name in missing if not any("nvidia" in x.texts.get(path, "") for path in files[name])]

@@ -83,8 +83,7 @@ _TEXT_FILES = (
 _WATCHED = (
     "/dev/dxg", "/dev/nvmap", "/usr/lib/wsl/lib/libcuda.so.1", LAUNCHER_PATH,
     NVIDIA_HOOK_PATH, "/usr/bin/nvidia-container-runtime", "/usr/bin/nvidia-ctk", "/usr/bin/nvidia-modprobe",
-    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/usr/bin/kubelet", "/usr/local/bin/nerdctl",
-    "/usr/bin/nerdctl", "/usr/local/bin/k3s",
+    "/usr/bin/podman", "/usr/bin/crio", "/usr/bin/containerd", "/usr/local/bin/nerdctl", "/usr/bin/nerdctl",
     snapshot.OPERATORS_RUNTIME, "/var/lib/nvidia/dirs", INCOMPLETE_MARK, CACHE, PATH, *snapshot.KEYS,
 )  # fmt: skip
 

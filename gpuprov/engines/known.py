@@ -119,7 +119,8 @@ class KnownEngine:
     `units`: for example a server's and an agent's; podman has none. `socket` is the engine's CRI socket.
     A Kubernetes distribution has a containerd of its own, and writes `rendered` at every start, from `templates` (by
     version) if any exist; `drop_ins`, also by version, are read besides. If one of `detects` exists, it adds a runtime
-    `nvidia` of the first.
+    `nvidia` of the first. `package`: where it has another name than the engine; `install_command`, of the engine's own
+    documentation, if no distribution has a package.
     """
 
     program: str
@@ -133,6 +134,8 @@ class KnownEngine:
     templates: Mapping[int, str] = field(default_factory=dict)
     drop_ins: Mapping[int, str] = field(default_factory=dict)
     detects: tuple[str, ...] = ()
+    package: str = ""
+    install_command: str = ""
 
     @property
     def unit(self) -> str:

@@ -148,7 +148,7 @@ def test_what_was_written_for_it_goes_when_another_driver_is_asked_for(some: Hos
 @pytest.mark.parametrize(
     ("where", "gpus", "values", "said"),
     [
-        ("rocky 9", (_H100,), {}, "these have one: Debian 11, 12, 13; Ubuntu 20.04, 22.04, 24.04, 26.04; Amazon Linux"),
+        ("rocky 9", (_H100,), {}, "these have one: Debian 11, 12, 13"),
         ("fedora 42", (_H100,), {}, "Fedora 42 has no NVIDIA driver of its own"),
         ("debian 13", (_H100,), {"driver_version": "580"}, "it has the branches 550, 535"),
         ("debian 13", (_H100,), {"driver_version": "550.163.01"}, "the version within a branch is the distribution's"),

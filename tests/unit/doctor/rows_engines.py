@@ -187,7 +187,7 @@ ENGINE_ROWS = (
     Row("engine-missing", host(engines={"rke2": EngineFacts()}), "command -v rke2", "curl -sfL https://get.rke2.io"),
     Row("engine-missing", host(engines={"microk8s": EngineFacts()}), "command -v microk8s", "snap install microk8s"),
     Row("engine-missing", lambda x: replace(host(docker=DockerFacts())(x), spec=replace(x.spec, docker="none")),
-        "command -v containerd crio podman: nothing", "apt-get install -y podman"),
+        "command -v containerd crio podman", "apt-get install -y podman"),
     Row("engine-unreadable",
         host(engines={"containerd": EngineFacts("/bin/containerd", "", {"/etc/containerd/config.toml": b"a = "})}),
         "line 1", "${EDITOR:-vi} /etc/containerd/config.toml; gpuprov install  # correct it"),

@@ -165,6 +165,13 @@ NO_TROUBLE: tuple[Change, ...] = (
 )
 
 
+@pytest.mark.parametrize("node", ["kubelet", "k3s", "rke2", "microk8s"])
+def test_a_kubernetes_node_needs_no_docker(x: HostSnapshot, node: str) -> None:
+    without_docker = docker(installed=False, active=False, runtimes=None, config_text=None)
+    found = diagnose(both(without_docker, host(kubernetes=(node,)))(x))
+    assert "docker-missing" not in [cause.rule.name for cause in found]
+
+
 @pytest.mark.parametrize("change", NO_TROUBLE)
 def test_what_is_odd_and_no_trouble(x: HostSnapshot, change: Change) -> None:
     assert diagnose(change(x)) == ()
