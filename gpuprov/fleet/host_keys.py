@@ -14,13 +14,16 @@ import functools
 import hashlib
 import hmac
 import os
+import re
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpuprov.core.files import expanded, make_user_folder
+from gpuprov.fleet.host_certificates import certificate_fault
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -138,17 +141,23 @@ class KeyCheck:
     name: str
     accept_new: bool
 
+    @property
+    def host(self) -> str:
+        """The name that a certificate must have: without a port."""
+        bracketed = re.fullmatch(r"\[(.+)\]:\d+", self.name)
+        return bracketed[1] if bracketed else self.name
+
     def missing_host_key(self, _client: Any, _hostname: str, key: Any) -> None:
         """Return if the server may be trusted; raises GpuprovError (exit code 4) otherwise."""
         offered, key_type = key.asbytes(), key.get_name()
         known = self.known.keys(self.name)
         same = [entry for entry in known if entry.key == offered]
         is_revoked = any(entry.revoked for entry in same)
-        if same and not is_revoked:
+        signers = self.authorities()
+        fault = self._certificate_fault(key, signers) if signers else "is not asked for"
+        if not is_revoked and (same or not fault):
             return
-        signers = (entry.place for entry in self.known.keys(self.name, authorities=True))
-        unused = (f"{one} is a @cert-authority for it: gpuprov checks no certificates of hosts" for one in signers)
-        offers = "\n".join((f"it offers {key_type} {fingerprint(offered)}", *unused))
+        offers = f"it offers {key_type} {fingerprint(offered)}" + (f"\nits certificate {fault}" if signers else "")
         others = [entry for entry in known if not entry.revoked]
         if is_revoked or others:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
@@ -176,6 +185,24 @@ class KeyCheck:
                 "name a file that can be written, by UserKnownHostsFile in ansible_ssh_common_args",
                 exit_code=ExitCode.UNREACHABLE,
             ) from None  # fmt: skip
+
+    def authorities(self) -> tuple[KnownKey, ...]:
+        """Return those that may sign the server's certificate; as with ssh(1), a line without a port serves all."""
+        return tuple(key for name in self._names for key in self.known.keys(name, authorities=True))
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((self.name, self.host)))
+
+    def _certificate_fault(self, key: Any, signers: Sequence[KnownKey]) -> str:
+        """Return why the server's certificate does not prove who it is; "" if it does."""
+        if (blob := key.public_blob) is None:
+            return f"is missing: {signers[0].place} names who may sign it"
+        revoked = {one.key for name in self._names for one in self.known.keys(name) if one.revoked}
+        trusted = {one.key for one in signers} - revoked
+        if key.asbytes() in revoked:
+            return "is for a revoked key"
+        return certificate_fault(blob.key_type, blob.key_blob, key.asbytes(), self.host, trusted, time.time())
 
 
 def preferred_key_types(known: Sequence[KnownKey], supported: Sequence[str]) -> tuple[str, ...]:

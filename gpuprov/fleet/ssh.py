@@ -134,7 +134,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     known = host_keys.KnownHosts(files, system)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
-    connection.client.set_missing_host_key_policy(host_keys.KeyCheck(known, name, accept_new=accept_new))
+    check = host_keys.KeyCheck(known, name, accept_new=accept_new)
+    connection.client.set_missing_host_key_policy(check)
 
     def transport(sock: Any, **others: Any) -> Any:
         from paramiko import ProxyCommand, Transport
@@ -148,7 +149,15 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(sock, ProxyCommand):
             sock.recv = lambda size: _read_from(sock, size)
-        made = Transport(sock, **others)
+
+        class Certified(Transport):  # type: ignore[misc]  # paramiko has no types
+            """Asks for a certificate first, as ssh(1) does of a host that an authority signs for."""
+
+            @property
+            def preferred_keys(self) -> tuple[str, ...]:
+                return tuple(sorted(super().preferred_keys, key=lambda kind: "-cert-" not in kind))
+
+        made = (Certified if check.authorities() else Transport)(sock, **others)
         _bound_banner(made)
         security = made.get_security_options()
         security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)

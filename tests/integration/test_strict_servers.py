@@ -10,7 +10,7 @@ import pytest
 
 from gpuprov.protocol.events import Finished
 from tests.integration.sshd import serving
-from tests.integration.test_fleet import failure, run
+from tests.integration.test_fleet import REFUSING, failure, run
 
 pytestmark = pytest.mark.root
 # How sudo-rs 0.2.15, Ubuntu's sudo, asks for a password and refuses it.
@@ -79,3 +79,53 @@ def test_a_key_in_pem_that_needs_a_passphrase_is_named(tmp_path: Path, kind: str
         problem = failure(dataclasses.replace(server.target(tmp_path), identity_file=str(key))).problems[0]
     assert problem.what.endswith(f"the key {key} needs a passphrase, or is damaged")
     assert problem.next_step.startswith(f"ssh-add {key}")
+
+
+def _keygen(*words: object) -> None:
+    subprocess.run(("ssh-keygen", "-q", *map(str, words)), check=True, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(
+    ("signed", "lines", "refused"),
+    [
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority [127.0.0.1]:{port} {authority}",), ""),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority 127.0.0.* {authority}",), ""),
+        (("-h", "-n", "127.*"), ("@cert-authority * {authority}",), "its certificate is for 127.*"),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority 127.0.0.2 {authority}",), "is unknown"),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {other}",), "signed by no authority"),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {authority}"), "by no authority"),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {key}"), "revoked"),
+        (("-h", "-n", "gpu1"), ("@cert-authority * {authority}",), "its certificate is for gpu1"),
+        (("-n", "127.0.0.1"), ("@cert-authority * {authority}",), "its certificate is a user's"),
+        (("-h", "-n", "127.0.0.1", "-V", "20200101:20200102"), ("@cert-authority * {authority}",), "has expired"),
+        # ssh goes by the plain key then.
+        (("-h", "-n", "gpu1"), ("@cert-authority * {authority}", "[127.0.0.1]:{port} {key}"), ""),
+        ((), ("@cert-authority * {authority}",), "its certificate is missing"),
+    ],
+)  # fmt: skip
+def test_a_certificate_counts_as_it_does_for_ssh(
+    tmp_path: Path, signed: tuple[str, ...], lines: tuple[str, ...], refused: str
+) -> None:
+    for name, kind in (("ca", "ed25519"), ("other", "ed25519"), ("key", "rsa")):
+        _keygen("-t", kind, "-N", "", "-f", tmp_path / name)
+    more = f"HostKey {tmp_path}/key\nHostKeyAlgorithms rsa-sha2-512-cert-v01@openssh.com,rsa-sha2-512"
+    if signed:
+        _keygen("-s", tmp_path / "ca", "-I", "x", *signed, tmp_path / "key.pub")
+        more += f"\nHostCertificate {tmp_path}/key-cert.pub"
+    public = {
+        word: " ".join((tmp_path / f"{name}.pub").read_text().split()[:2])
+        for word, name in (("authority", "ca"), ("other", "other"), ("key", "key"))
+    }
+    known = tmp_path / "known_hosts"
+    with serving(more=more) as server:
+        known.write_text("".join(f"{line.format(port=server.port, **public)}\n" for line in lines))
+        options = ("StrictHostKeyChecking=yes", f"UserKnownHostsFile={known}", "GlobalKnownHostsFile=/dev/null")
+        words = ("-i", str(server.identity), "-p", str(server.port), *(f"-o{one}" for one in options), "root@127.0.0.1")
+        done = subprocess.run(("ssh", "-F", "none", *words, "true"), check=False, capture_output=True, text=True)
+        assert done.returncode == (255 if refused else 0), done.stderr
+        target = server.target(tmp_path)
+        if refused:
+            problem = failure(target, REFUSING).problems[0]
+            assert refused in f"{problem.what}\n{problem.evidence}"
+        else:
+            assert isinstance(run(target, REFUSING)[-1], Finished)

@@ -110,7 +110,7 @@ def test_an_authority_for_certificates_is_named_and_is_no_key_of_the_host(user: 
     for offered in (FIRST, SECOND):
         what, evidence, _ = refusal(offered, user, system, accept_new=False)
         assert "is unknown" in what
-        assert f"{user}:2 is a @cert-authority for it: gpuprov checks no certificates of hosts" in evidence
+        assert f"its certificate is missing: {user}:2 names who may sign it" in evidence
         assert f"{user}:3" not in evidence
     check(user, system, accept_new=True).missing_host_key(None, "", SECOND)
     assert [key.key for key in KnownHosts((str(user),), ()).keys(NAME)] == [SECOND.asbytes()]
