@@ -211,7 +211,7 @@ def read_inventory(
         try:
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
             targets, warnings = _targets(hosts, sources, extra_names)
-        except ansible_error() as error:
+        except (ansible_error(), UnicodeEncodeError) as error:
             raise UsageError(
                 "Ansible cannot read the inventory", explained(error), hint_for(str(error)) or ask_ansible(sources[0])
             ) from None

@@ -193,9 +193,9 @@ def test_runtime_of_another_program_is_not_taken_out_of_docker(tmp_path: Path) -
 
 def test_broken_daemon_json_is_named_with_line_and_column(tmp_path: Path) -> None:
     path = tmp_path / "daemon.json"
-    path.write_text('{\n  "a": 1,\n}\n')
+    path.write_text('{\n  "a": 1\n  "b": 2\n}\n')
     error = error_of(run("--config", path))
-    assert str(path) in error.problems[0].what and "line 3, column 1" in error.problems[0].evidence
+    assert str(path) in error.problems[0].what and "line 3, column 3" in error.problems[0].evidence
 
 
 def test_docker_has_no_drop_ins(tmp_path: Path) -> None:

@@ -357,13 +357,14 @@ def test_of_ansibles_reasons_the_one_that_fits_the_file_is_told(tmp_path: Path) 
     ]  # fmt: skip
 
 
-def test_a_path_that_the_locale_cannot_express_is_the_locales_fault(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["hosts.ini", "lab-a,"])
+def test_a_path_that_the_locale_cannot_express_is_the_locales_fault(tmp_path: Path, source: str) -> None:
     folder = tmp_path / "größe"
     folder.mkdir()
     (folder / "hosts.ini").write_text("lab-a\n")
     environment = {**os.environ, "LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
-    words = (sys.executable, "-m", "gpuprov", "facts", "--hosts", f"{folder}/hosts.ini")
-    done = subprocess.run(words, capture_output=True, env=environment, check=False)
+    words = (sys.executable, "-m", "gpuprov", "facts", "--hosts", source)
+    done = subprocess.run(words, capture_output=True, env=environment, check=False, cwd=folder)
     assert done.returncode == 2
     assert b"next: export LC_ALL=C.UTF-8" in done.stdout + done.stderr
 
