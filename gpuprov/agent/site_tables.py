@@ -20,7 +20,7 @@ from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
 from gpuprov.protocol import tables
 from gpuprov.protocol.advisories import merged, rows_of, table_of
-from gpuprov.protocol.errors import UsageError, os_errors
+from gpuprov.protocol.errors import UsageError, os_errors, require_format
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.mig_configs import checked_mig_configs
 from gpuprov.protocol.models import checked_models
@@ -98,6 +98,7 @@ def _site_table(name: str, place: str, sha256: str, proxy: Proxy) -> tuple[Any, 
 
 def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table of servers if it is sound. Raises GpuprovError (exit code 2) that names what is wrong."""
+    require_format(data, tables.FORMAT, "the table of servers", origin)
     known, given = tables.packaged(tables.SERVERS), data.get("servers") if isinstance(data, dict) else None
     wrong = [f"its format is not {known['format']}"] if not given or data.get("format") != known["format"] else []
     for name, url in given.items() if isinstance(given, dict) else ():

@@ -13,7 +13,7 @@ from typing import Any
 
 from gpuprov.core.places import KEYS, REPOSITORY_KEY
 from gpuprov.protocol.codec import WrongDataError, load, parse
-from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, require_format
 
 # 2: the repository is signed. 3: the CUDA toolkit may be included.
 FORMAT = 3
@@ -99,6 +99,8 @@ class Manifest:
         """Return the manifest in these bytes. Raises GpuprovError if they are not a valid and consistent manifest."""
         try:
             data = parse(content)
+            step = "; or make the bundle with this gpuprov: gpuprov bundle create"
+            require_format(data, FORMAT, "the bundle", MANIFEST, ExitCode.FAILED, step)
             found = data.get("format") if isinstance(data, dict) else None
             if found != FORMAT:
                 raise WrongDataError(f"its format is {found!s:.20}, this gpuprov reads {FORMAT} alone")

@@ -20,7 +20,7 @@ import click
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, merged, rows_of, table_of
 from gpuprov.protocol.codec import json_at
-from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
+from gpuprov.protocol.errors import GpuprovError, LaterFormatError, UsageError, os_errors
 from gpuprov.protocol.known_problems import problems_of
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.tables import ADVISORIES, KNOWN_PROBLEMS, packaged
@@ -71,6 +71,8 @@ def update(source: str, sha256: str) -> None:
     read = [_read(*document) for document in documents(source, sha256)]
     try:
         known = rows_of(user_table(ADVISORIES))
+    except LaterFormatError:
+        raise
     except GpuprovError as error:  # its next step is this command
         say(f"warning: {error.problems[0].what}, and is made again", err=True)
         known = rows_of(packaged(ADVISORIES))

@@ -19,7 +19,7 @@ from typing import Any
 from gpuprov import __version__
 from gpuprov.core.changes import Json, images_in
 from gpuprov.core.system import System
-from gpuprov.protocol.errors import GpuprovError, os_errors
+from gpuprov.protocol.errors import ExitCode, GpuprovError, os_errors, require_format
 
 STATE_DIRECTORY = "/var/lib/gpuprov"
 RUNS_DIRECTORY = f"{STATE_DIRECTORY}/runs"
@@ -229,9 +229,12 @@ def parse_run(path: str, text: str) -> Run:
     try:
         return _run_of(path, text)
     except (LookupError, TypeError) as error:
-        step = f"restore it from a backup; or mv {path} {path}.damaged: what that run changed can't be undone then"
-        seen = f"{path}: a line lacks, or names a change that is not there: {error}"
-        raise GpuprovError("the journal of an earlier run is damaged", seen, step) from None
+        raise _damaged(path, f"a line lacks, or names a change that is not there: {error}") from None
+
+
+def _damaged(path: str, fault: str) -> GpuprovError:
+    step = f"restore it from a backup; or mv {path} {path}.damaged: what that run changed can't be undone then"
+    return GpuprovError("the journal of an earlier run is damaged", f"{path}: {fault}", step)
 
 
 def _run_of(path: str, text: str) -> Run:
@@ -258,12 +261,9 @@ def _run_of(path: str, text: str) -> Run:
 
 def _require_known_format(path: str, text: str) -> None:
     first = next(iter(_records(text.partition("\n")[0])), {})
-    found, version = first.get("format", 1), first.get("version")
-    if found not in range(1, FORMAT + 1):
-        made = f"gpuprov {version}" if version else "the gpuprov version that made the earlier run"
-        seen = f"{path} has format {found!r}; this gpuprov ({__version__}) reads formats 1 to {FORMAT}"
-        step = f"run the command again with {made}, or a newer one"
-        raise GpuprovError("the journal of an earlier run has a format that this gpuprov can't read", seen, step)
+    require_format(first, FORMAT, "the journal of an earlier run", path, ExitCode.FAILED)
+    if first.get("format", 1) not in range(1, FORMAT + 1):
+        raise _damaged(path, f"its format is {first['format']!r:.20}")
 
 
 def _records(text: str) -> list[dict[str, Any]]:

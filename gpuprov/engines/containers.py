@@ -10,7 +10,8 @@ from collections.abc import Collection
 from typing import Any
 
 from gpuprov.core.system import System, sha256_of
-from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.errors import GpuprovError, UsageError, require_format
 from gpuprov.runtime_hook import record
 
 _ENGINES = ("docker", "podman")
@@ -45,8 +46,11 @@ def decision_of(system: System, container: str) -> dict[str, Any]:
         what = f"the container {container} does not run, and a decision is kept only while one does"
         seen = f"{engine} inspect {container}: State.Running is false"
         raise GpuprovError(what, seen, f"{engine} start {container}, then run this command again")
-    if identifier in known and (found := record.parse(system.read_text(f"{record.FOLDER}/{identifier}") or "")):
-        return found
+    if identifier in known:
+        text = system.read_text(f"{record.FOLDER}/{identifier}") or ""
+        require_format(json_at(text), record.FORMAT, f"the decision for {container}", f"{record.FOLDER}/{identifier}")
+        if found := record.parse(text):
+            return found
     if engine:
         what = f"no decision is kept for {container}"
         step = f"it asked for no GPU, or the engine itself gave it devices by CDI: {engine} inspect {container}"

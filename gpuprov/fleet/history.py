@@ -30,7 +30,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.protocol import codec
 from gpuprov.protocol.advisories import DRIVER, advisories, vulnerabilities
 from gpuprov.protocol.codec import WrongDataError
-from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
+from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, require_format, resource_problem
 from gpuprov.protocol.events import ChosenDriver, MaybeChosen
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.tables import PACKAGED, RELEASES
@@ -136,7 +136,7 @@ def load(identifier: str = "") -> Run:
         raise UsageError(what, f"the last ones: {', '.join(known[:5])}", "gpuprov report --list shows all")
     path = state_folder() / f"{found[0]}.json"
     try:
-        return from_json(json.loads(path.read_text("utf-8")))
+        return from_json(json.loads(path.read_text("utf-8")), str(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
             f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}"
@@ -232,8 +232,9 @@ def to_json(run: Run) -> dict[str, Any]:
     return {"format": _FORMAT, **asdict(run), "exit_code": int(run.exit_code), "results": results}
 
 
-def from_json(data: Any) -> Run:
-    """Return the run that JSON holds; raises WrongDataError for anything else."""
+def from_json(data: Any, origin: str = "") -> Run:
+    """Return the run that JSON holds. Raises WrongDataError for anything else, UsageError for a later format."""
+    require_format(data, _FORMAT, "the stored run", origin)
     found = data.get("format") if isinstance(data, Mapping) else None
     if found not in (1, _FORMAT):
         raise WrongDataError(f"format {found!s:.20} is not known to gpuprov {__version__}")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
+from gpuprov import __version__
 from gpuprov.protocol.codec import Text
+from gpuprov.protocol.words import line
 
 
 class ExitCode(IntEnum):
@@ -84,6 +87,23 @@ class UsageError(GpuprovError):
     """Ends a run before it begins: the call or the inventory is wrong (exit code 2)."""
 
     exit_code = ExitCode.USAGE
+
+
+class LaterFormatError(UsageError):
+    """A file of gpuprov's is intact, but a newer gpuprov made it."""
+
+
+def require_format(
+    data: Any, newest: int, name: str, origin: str, code: ExitCode = ExitCode.USAGE, step: str = ""
+) -> None:
+    """Raise LaterFormatError if the format of this data is a later one. `step`: what else helps."""
+    found = data.get("format") if isinstance(data, Mapping) else None
+    if isinstance(found, int) and found > newest:
+        version = line(str(data.get("gpuprov", data.get("version", ""))))[:40]
+        seen = f"{origin} has format {found}; this gpuprov ({__version__}) reads formats up to {newest}"
+        wanted = f"gpuprov {version}, or a newer one" if version else "a newer gpuprov"
+        step = f"run the command again with {wanted}{step}"
+        raise LaterFormatError(f"a newer gpuprov made {name}", seen.strip(), step, exit_code=code)
 
 
 class Stopped(Exception):  # noqa: N818 (a requested stop, not an error)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gpuprov.protocol.codec import load
+from gpuprov.protocol.errors import require_format
 from gpuprov.protocol.tables import FORMAT, MODELS, Tables, invalid_table
 
 
@@ -117,6 +118,7 @@ def name_of(device_id: str, tables: Tables) -> str:
 
 def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
+    require_format(data, FORMAT, "the table of GPU models", origin)
     try:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")

@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any, Callable, TypeVar
 
 from gpuprov.protocol.codec import load
-from gpuprov.protocol.errors import GpuprovError, UsageError
+from gpuprov.protocol.errors import GpuprovError, UsageError, require_format
 from gpuprov.protocol.versions import version_numbers
 
 RELEASES, ADVISORIES, SERVERS, KNOWN_PROBLEMS = "driver_releases", "advisories", "servers", "known_problems"
@@ -135,6 +135,7 @@ def checked_rows(
 
     `words`: what the table is of, where it comes from, the next step. Raises GpuprovError with them.
     """
+    require_format(data, FORMAT, f"the table of {words[0]}", words[1])
     try:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")
@@ -160,6 +161,7 @@ def invalid_table(name: str, what: str, origin: str, fault: str) -> UsageError:
 
 def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
+    require_format(data, FORMAT, "the table of driver releases", origin)
     try:
         if not isinstance(data, dict) or data.get("format") != FORMAT:
             raise ValueError(f"its format is not {FORMAT}")

@@ -187,7 +187,7 @@ def test_a_users_table_lacks_no_bulletin_of_a_later_gpuprov() -> None:
 @pytest.mark.parametrize(
     "damage",
     [
-        {"format": 2}, {"updated": "yesterday"}, {"rows": [{"bulletin": "x"}]}, {"rows": "none"},
+        {"format": 0}, {"updated": "yesterday"}, {"rows": [{"bulletin": "x"}]}, {"rows": "none"},
         {"rows": [{**dataclasses.asdict(NEWER), "branch": ""}]}, {"rows": [{**dataclasses.asdict(NEWER), "score": 11}]},
     ],
 )  # fmt: skip
@@ -264,7 +264,7 @@ def test_a_document_with_a_wrong_row_changes_nothing(tmp_path: Path, old: str, n
     assert not user_path(ADVISORIES).exists()
 
 
-@pytest.mark.parametrize("damaged", ["{", '{"format": 2}'])
+@pytest.mark.parametrize("damaged", ["{", '{"format": 0}'])
 def test_an_update_replaces_a_damaged_table(damaged: str) -> None:
     put(user_path(ADVISORIES), damaged)
     with pytest.raises(GpuprovError):

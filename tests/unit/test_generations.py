@@ -164,7 +164,7 @@ def test_a_site_has_its_own_table_of_releases(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
-        ({"format": 2}, "its format is not 1"),
+        ({"format": 0}, "its format is not 1"),
         ({"newest": {"580": "590.1.1"}}, "is no release of that branch"),
         ({"newest": {"590": "590.1.1"}}, "lacks the long-term branch 580"),
         ({"newest": []}, "must be mappings"),

@@ -110,7 +110,7 @@ def test_a_site_replaces_the_table_of_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "says"),
     [
-        ({"format": 2}, "its format is not 1"),
+        ({"format": 0}, "its format is not 1"),
         ({"models": [{"name": "X1", "ids": ["3fff"], "fabric": "magic"}]}, "X1: no such fabric"),
         ({"models": [{"name": "X1", "ids": "3fff"}]}, "Table.models[0].ids is not a list"),
         ({"models": [{"name": "X1", "ids": ["3FFF"]}]}, "X1: '3FFF' is no PCI device id"),

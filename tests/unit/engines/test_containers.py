@@ -92,9 +92,10 @@ def test_two_with_the_same_beginning_are_none(records: Path) -> None:
         decision_of(Engines(), "4f5c")
 
 
-def test_a_file_of_another_format_is_none(records: Path) -> None:
-    (records / ID).write_text(jsonio.dumps({"format": 99}))
-    with pytest.raises(GpuprovError, match="no decision is kept"):
+@pytest.mark.parametrize(("number", "says"), [(0, "no decision is kept"), (99, "a newer gpuprov made the decision")])
+def test_a_file_of_another_format_is_named(records: Path, number: int, says: str) -> None:
+    (records / ID).write_text(jsonio.dumps({"format": number}))
+    with pytest.raises(GpuprovError, match=says):
         decision_of(Engines(docker={"web": ID}), "web")
 
 

@@ -178,7 +178,7 @@ WRONG = [
     ("2025", {"20261121T081500-7": "{}"}, "there is no run 2025"),
     ("2026", {"20261121T081500-7": "{}", "20261121T081501-7": "{}"}, "more than one run begins with 2026"),
     ("", {"20261121T081500-7": "{"}, "cannot be read"),
-    ("", {"20261121T081500-7": '{"format": 99}'}, "format 99 is not known"),
+    ("", {"20261121T081500-7": '{"format": 0}'}, "format 0 is not known"),
     ("", {"20261121T081500-7": "[]"}, "cannot be read"),
     ("", {"20261121T081500-7": '{"format": 1, "results": [{}], "inventory": []}'}, "cannot be read"),
 ]
