@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
@@ -22,7 +23,7 @@ from gpuprov.fleet import options as program
 from gpuprov.fleet import rolling
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.fleet.history import Run, drivers_by_gpus, inventory_names, moment, new_identifier, save
-from gpuprov.fleet.inventory import HostTarget, Inventory, read_extra_vars, read_inventory, site_words
+from gpuprov.fleet.inventory import HostTarget, Inventory, configured, read_extra_vars, read_inventory, site_words
 from gpuprov.fleet.options import FLAG, Options
 from gpuprov.fleet.rolling import HostCommands, Rollout, parse_host_commands, parse_rollout, require_safe_hosts
 from gpuprov.fleet.standard_streams import say
@@ -222,12 +223,32 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
     """Add the command line's values; as with Ansible, passwords from the inventory win over typed ones."""
     overrides = {**dict(options.overrides), **({"target": IMAGE} if options.image or options.root else {})}
     wanted = {**spec_to_json(target.spec), **overrides}
+    ssh = target.connection == "ssh"
     return replace(
         target,
         spec=parse_spec(wanted, "the command line") if overrides else target.spec,
-        password=target.password or options.password,
-        become_password=target.become_password or options.become_password,
+        password=target.password or options.password or (ssh and _password_in("connection")) or "",
+        become_password=target.become_password or options.become_password or (ssh and _password_in("become")) or "",
     )
+
+
+@functools.cache
+def _password_in(kind: str) -> str:
+    """Return the password in the file that Ansible's settings name, or the output of this program; "" for no file."""
+    if not (path := configured(f"{kind.upper()}_PASSWORD_FILE")):
+        return ""
+    fault = "it is empty"
+    try:
+        if os.access(path, os.X_OK):
+            found = subprocess.run((path,), stdout=subprocess.PIPE, check=True).stdout.strip(b"\r\n")
+        else:
+            found = Path(path).read_bytes().strip()
+        if password := found.decode():
+            return password
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        fault = str(error)
+    what = f"{kind}_password_file of Ansible's settings gives no password"
+    raise UsageError(what, f"{path}: {fault}", f"ls -l {path}  # an executable one is run, and prints the password")
 
 
 def _run(

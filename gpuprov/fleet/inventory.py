@@ -6,13 +6,12 @@ import of it stands inside a function, and extra variables (-e) that need no Ans
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,13 @@ from gpuprov.fleet.inventory_messages import (
     reason_of,
     with_origins,
 )
-from gpuprov.fleet.ssh_config import SshArguments, SshConfiguration, parse_ssh_arguments
+from gpuprov.fleet.ssh_config import (
+    ARGUMENT_VARIABLES,
+    SshArguments,
+    SshConfiguration,
+    parse_ssh_arguments,
+    ssh_arguments,
+)
 from gpuprov.protocol import imex
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked_settings
@@ -183,10 +188,7 @@ _VARIABLES = {
     "become_password": ("ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
     "python": ("ansible_python_interpreter",),
 }  # fmt: skip
-# In Ansible's order: ssh takes the first of several values.
-_ARGUMENTS = ("ssh_args", "host_key_checking", "ssh_common_args", "ssh_extra_args")
-_OF_SSH = {"ansible_ssh_host_key_checking", *(f"ansible_{one}" for one in _ARGUMENTS)}
-_HEEDED = {*itertools.chain(*_VARIABLES.values()), *_OF_SSH, "ansible_become"}
+_HEEDED = {*itertools.chain(*_VARIABLES.values()), *ARGUMENT_VARIABLES, "ansible_become"}
 
 
 def read_inventory(
@@ -410,7 +412,7 @@ def _targets(
     problems: list[Mistake] = []
     for name, values in hosts:
         try:
-            arguments = parse_ssh_arguments(" ".join(_ssh_arguments(values)))
+            arguments = parse_ssh_arguments(" ".join(ssh_arguments(values)))
             targets.append(target_from_variables(name, values, arguments))
             for warning in arguments.warnings:
                 warnings.setdefault(warning, []).append(name)
@@ -421,57 +423,36 @@ def _targets(
     return tuple(targets), [f"{listed(names)}: {warning}" for warning, names in warnings.items()]
 
 
-def _ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
-    from ansible.constants import CONFIG_FILE
-
-    if _OF_SSH.isdisjoint(values) and not (CONFIG_FILE or any(one.startswith("ANSIBLE_") for one in os.environ)):
-        return
-    settings = _ssh_settings()
-    for name in _ARGUMENTS:
-        value = settings.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
-        if name != "host_key_checking":
-            yield str(value or "")
-        elif value is False:
-            yield "-o StrictHostKeyChecking=no"
-
-
-@functools.cache
-def _ssh_settings() -> Any:
-    """Return Ansible's configuration with the settings of its ssh connection, which take 0.1 s to load."""
-    from ansible.constants import config
-    from ansible.plugins.loader import connection_loader
-
-    connection_loader.get("ssh", class_only=True)
-    return config
-
-
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
     """Return the host described by resolved inventory variables. Raises GpuprovError (exit code 2)."""
-    arguments = arguments or SshArguments()
     given = {
         what: next((str(values[one]) for one in names if values.get(one) not in (None, "")), "")
         for what, names in _VARIABLES.items()
     }
-    become_user, method = given["become_user"] or "root", given["become_method"] or "sudo"
-    if become_user != "root" or method.rsplit(".", 1)[-1] != "sudo":
-        raise UsageError(
-            f"gpuprov becomes root by sudo, not {become_user} by {method}", "ansible_become_user, _method",
-            "take both out of the inventory, or set them to root and sudo",
-        )  # fmt: skip
     address, connection = given["address"] or name, given["connection"] or "ssh"
-    user, port = (given[one] or _configured(f"DEFAULT_REMOTE_{one.upper()}") for one in ("user", "port"))
+    user, port = (given[one] or configured(f"DEFAULT_REMOTE_{one.upper()}") for one in ("user", "port"))
+    become = str(values.get("ansible_become", True)).lower() in _TRUE
+    become_user, method = given["become_user"], given["become_method"]
+    if not become or user == "root":
+        become_user = method = ""
+    elif arguments is not None:  # a host of an inventory
+        method = method or configured("DEFAULT_BECOME_METHOD")
+    arguments = arguments or SshArguments()
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
-    python = given["python"] or _configured("INTERPRETER_PYTHON")
-    python = "" if python.startswith("auto") else python
-    is_port = port.isascii() and port.isdigit() and 0 < int(port) < 65536
+    python = re.sub(r"^auto.*", "", given["python"] or configured("INTERPRETER_PYTHON"))
+    is_port = re.fullmatch("[0-9]{1,5}|", port) and int(port or 1) in range(1, 65536)
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
         (address, _ADDRESS.fullmatch(address) and address.count(":") != 1,
          "ansible_host is neither a name nor an address", "user and port go into ansible_user and ansible_port"),
-        (port, is_port or not port, "ansible_port is not a port number", "a number from 1 to 65535; default: 22"),
+        (port, is_port, "ansible_port is not a port number", "a number from 1 to 65535; default: 22"),
         # Another line would be another keyword to ssh.
         (user, user.isprintable(), "ansible_user is no name of a user", "correct ansible_user"),
+        (become_user, become_user in ("", "root"), "gpuprov becomes root, not ansible_become_user",
+         "take it out, or for gpuprov alone: -e ansible_become_user=root"),
+        (method, method.rsplit(".", 1)[-1] in ("", "sudo"),
+         "gpuprov becomes root by sudo, not by ansible_become_method (ansible.cfg: become_method)",
+         "if sudo works too: -e ansible_become_method=sudo; else log in as root: -e ansible_user=root"),
         (connection, known, "ansible_connection must be ssh or local", "leave it out: ssh is the default"),
         (python, _PYTHON.fullmatch(python), "ansible_python_interpreter is not the path of a program",
          "a path such as /usr/bin/python3, or leave it out"),
@@ -484,17 +465,17 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         address=address,
         port=int(port) if port else None,
         user=user,
-        identity_file=given["identity_file"] or _configured("DEFAULT_PRIVATE_KEY_FILE"),
+        identity_file=given["identity_file"] or configured("DEFAULT_PRIVATE_KEY_FILE"),
         ssh_options=arguments.options,
         ssh_config_file=arguments.config_file,
         password=given["password"],
-        become=str(values.get("ansible_become", True)).lower() in _TRUE,
+        become=become,
         become_password=given["become_password"],
         connection=known,
         python=python,
     )
 
 
-def _configured(name: str) -> str:
+def configured(name: str) -> str:
     """Return a setting from ansible.cfg or Ansible's environment, if Ansible is loaded."""
     return str(getattr(sys.modules.get("ansible.constants"), name, None) or "")

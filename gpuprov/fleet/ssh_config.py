@@ -9,8 +9,9 @@ import re
 import shlex
 import shutil
 import subprocess
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.files import expanded
 from gpuprov.protocol.errors import UsageError
@@ -18,6 +19,9 @@ from gpuprov.protocol.errors import UsageError
 if TYPE_CHECKING:
     from paramiko.config import SSHConfigDict
 
+# In Ansible's order: ssh takes the first of several values.
+_ARGUMENTS = ("ssh_args", "host_key_checking", "ssh_common_args", "ssh_extra_args")
+ARGUMENT_VARIABLES = {"ansible_ssh_host_key_checking", *(f"ansible_{one}" for one in _ARGUMENTS)}
 _USER_FILE = "~/.ssh/config"
 _SECONDS = 60  # `Match exec` runs commands
 # ssh answers with all its default keys where none is configured.
@@ -149,3 +153,29 @@ def _home() -> str:
         return pwd.getpwuid(os.getuid()).pw_dir
     except KeyError:
         return ""
+
+
+def ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
+    from ansible.constants import CONFIG_FILE
+
+    of_ansible = CONFIG_FILE or any(one.startswith("ANSIBLE_") for one in os.environ)
+    if ARGUMENT_VARIABLES.isdisjoint(values) and not of_ansible:
+        return
+    settings = _ssh_settings()
+    for name in _ARGUMENTS:
+        value = settings.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
+        if name != "host_key_checking":
+            yield str(value or "")
+        elif value is False:
+            yield "-o StrictHostKeyChecking=no"
+
+
+@functools.cache
+def _ssh_settings() -> Any:
+    """Return Ansible's configuration with the settings of its ssh connection, which take 0.1 s to load."""
+    from ansible.constants import config
+    from ansible.plugins.loader import connection_loader
+
+    connection_loader.get("ssh", class_only=True)
+    return config

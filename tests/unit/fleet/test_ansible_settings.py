@@ -108,6 +108,52 @@ def test_vault_ids_open_what_they_closed(tmp_path: Path) -> None:
     assert b"next: the vault password is wrong" in refused.stderr, refused.stderr
 
 
+def completed(folder: Path, words: str, **environment: str) -> "subprocess.CompletedProcess[str]":
+    """Return what `gpuprov` with these options makes of the only host: its two passwords, one a line."""
+    code = (
+        "import sys, click; from gpuprov.fleet import command, options\n"
+        "@click.command()\n@options.options_of('facts')\ndef facts(**given):\n"
+        "    (host,) = command.inventory_of(options.made_options('facts', given)).hosts\n"
+        "    print(host.password, host.become_password, sep=chr(10))\n"
+        "try:\n    facts()\nexcept Exception as error:\n    sys.exit(str(error))\n"
+    )
+    return subprocess.run(
+        (sys.executable, "-c", code, "--hosts", "hosts", *words.split()), cwd=folder, capture_output=True, check=False,
+        text=True, input="typed\n", env={**os.environ, "ANSIBLE_CONFIG": str(folder / "ansible.cfg"), **environment},
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def test_password_files_are_read_as_ansible_reads_them(tmp_path: Path) -> None:
+    put(tmp_path / "become", "#!/bin/sh\necho 'of the script'\n", 0o700)
+    put(tmp_path / "login", "of the file\n", 0o600)
+    put(tmp_path / "refusing", "#!/bin/sh\necho 'locked' >&2\nexit 3\n", 0o700)
+    put(tmp_path / "hosts", "lab-a\n", 0o600)
+    put(tmp_path / "ansible.cfg", "[defaults]\nbecome_password_file=become\nconnection_password_file=login\n", 0o600)
+    assert completed(tmp_path, "").stdout.splitlines() == ["of the file", "of the script"]
+    assert completed(tmp_path, "-k").stdout.splitlines()[-2:] == ["typed", "of the script"]
+    named = {"ANSIBLE_BECOME_PASSWORD_FILE": str(tmp_path / "login")}
+    assert completed(tmp_path, "", **named).stdout.splitlines()[1] == "of the file"
+    put(tmp_path / "hosts", "lab-a ansible_password=own ansible_become_password=own\n", 0o600)
+    assert completed(tmp_path, "", ANSIBLE_BECOME_PASSWORD_FILE="/none").stdout.splitlines() == ["own", "own"]
+    put(tmp_path / "hosts", "lab-a\n", 0o600)
+    for file, seen in ((tmp_path / "refusing", "exit status 3"), (Path("/none"), "/none: [Errno 2]")):
+        error = completed(tmp_path, "", ANSIBLE_BECOME_PASSWORD_FILE=str(file)).stderr
+        assert "become_password_file of Ansible's settings" in error and seen in error and "next: " in error, error
+
+
+@pytest.mark.parametrize(("hosts", "refused"), [
+    ("lab-a", True), ("lab-a ansible_user=root", False), ("lab-a ansible_become=false", False),
+    ("lab-a ansible_become_method=ansible.builtin.sudo", False),
+])  # fmt: skip
+def test_another_become_method_of_ansible_cfg(tmp_path: Path, hosts: str, refused: bool) -> None:
+    put(tmp_path / "hosts", f"{hosts}\n", 0o600)
+    put(tmp_path / "ansible.cfg", "[privilege_escalation]\nbecome_method = doas\nbecome_user = ops\n", 0o600)
+    error = completed(tmp_path, "").stderr
+    assert ("becomes root by sudo" in error) == refused, error
+    assert ("'doas'" in error and "-e ansible_become_method=sudo" in error) == refused, error
+
+
 FAILING = [
     (
         "aws_ec2.yml", "plugin: amazon.aws.aws_ec2\n", "specifies unknown plugin 'amazon.aws.aws_ec2'",

@@ -248,8 +248,8 @@ MISTAKES = [
     ("keyword in user", "hosts", {"hosts": "lab-a", "host_vars/lab-a": 'ansible_user: "x\\nport 1"'}, "no name"),
     ("wrong port", "hosts", {"hosts": "lab-a ansible_port=99999\n"}, "ansible_port is not a port number"),
     ("foreign connection", "hosts", {"hosts": "lab-a ansible_connection=docker\n"}, "must be ssh or local"),
-    ("foreign become", "hosts", {"hosts": "lab-a ansible_become_method=su\n"}, "becomes root by sudo"),
-    ("other user", "hosts", {"hosts": "lab-a ansible_become_user=ops\n"}, "becomes root by sudo"),
+    ("foreign become", "hosts", {"hosts": "lab-a ansible_become_method=su\n"}, "-e ansible_become_method=sudo"),
+    ("other user", "hosts", {"hosts": "lab-a ansible_become_user=ops\n"}, "-e ansible_become_user=root"),
     ("interpreter", "hosts", {"hosts": "lab-a ansible_python_interpreter='/bin/python; id'\n"}, "not the path of a"),
     ("open quote", "hosts", {"hosts": "lab-a ansible_ssh_common_args=\"-o 'A=1\"\n"}, "is no list of arguments"),
 ]  # fmt: skip
