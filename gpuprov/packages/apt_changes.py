@@ -245,10 +245,9 @@ def conffiles_left(
     names = [one.name for one in packages if one.status == "config-files"]
     if not names:
         return {}
-    words = (
-        "apt-get", *options, "--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", "install", "--",
-    )  # fmt: skip
-    asked = interface.require_answer(system.run((*words, *wanted), timeout=_SIMULATE_SECONDS), f"apt-get {_NOT_LEFT}")
+    quiet = ("--simulate", "--yes", "--no-install-recommends", "--allow-downgrades", *dpkg.NOTHING_ELSE)
+    words = ("apt-get", *options, *quiet, "install", "--", *wanted)
+    asked = interface.require_answer(system.run(words, timeout=_SIMULATE_SECONDS), f"apt-get {_NOT_LEFT}")
     coming = re.findall(r"^Inst (\S+)", asked.stdout, re.MULTILINE)
     names = [name for name in names if name in coming]
     listed = _conffiles(system, names)

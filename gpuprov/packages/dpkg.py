@@ -30,10 +30,14 @@ TRUST = (
     "-o", "Acquire::AllowDowngradeToInsecureRepositories=false",
 )  # fmt: skip
 # So may it about what a command does: an installation fails where apt would also remove what nobody needs, and a
-# rollback must not remove that.
-NOTHING_ELSE = ("-o", "APT::Get::AutomaticRemove=false", "-o", "APT::Get::Remove=true")
+# rollback must not remove that, nor purge configuration.
+_OFF = ("AutomaticRemove", "Purge", "Download-Only", "Print-URIs", "Trivial-Only", "Only-Upgrade")
+_SET = {"APT::Install-Suggests": "false", "APT::Get::Remove": "true", "APT::Get::Download": "true"}
+_SET.update({f"APT::Get::{name}": "false" for name in _OFF})
+NOTHING_ELSE = tuple(word for name, value in _SET.items() for word in ("-o", f"{name}={value}"))
 _APT = (
     "apt-get", "-q", "--yes", "--no-install-recommends", *TRUST, *NOTHING_ELSE,
+    "-o", "APT::Get::Simulate=false",
     "-o", "Dpkg::Options::=--force-confold",
     "-o", "Dpkg::Use-Pty=0",
     "-o", "Acquire::Retries=3",
@@ -41,6 +45,8 @@ _APT = (
 # A host's own apt.conf may name another proxy; without it apt takes its environment's (apt-transport-http(1)).
 _OWN_PROXY = ("http::Proxy", "http::Proxy-Auto-Detect", "https::Proxy", "https::Proxy-Auto-Detect")
 _NO_OWN_PROXY = tuple(word for setting in _OWN_PROXY for word in ("-o", f"Acquire::{setting}="))
+# apt's hooks of these programs restart services, or end an installation for a bug that somebody has reported.
+_HOOKS = {"NEEDRESTART_SUSPEND": "1", "APT_LISTCHANGES_FRONTEND": "none", "APT_LISTBUGS_FRONTEND": "none"}
 _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
@@ -161,7 +167,7 @@ def run_dpkg(system: System, command: tuple[str, ...], tell: Tell, seconds: floa
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         interface.wait_until_free(system, tell, lock_holder, deadline)
-        env, on_line = system.proxy.environment, interface.reporter(_PROGRESS, tell)
+        env, on_line = {**_HOOKS, **system.proxy.environment}, interface.reporter(_PROGRESS, tell)
         done = system.run(command, timeout=seconds, env=env, on_line=on_line)
         # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:

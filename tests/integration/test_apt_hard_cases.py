@@ -61,6 +61,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
         made.add("slow", files={**waits, "usr/share/slow": "x\n"}, Depends="library")
         made.add("torn", files=waits)
         made.add("plain")
+        made.add("suggesting", Suggests="plain", Depends="library")
         made.add("foreign", files={"DEBIAN/postinst": _FAILS})
         made.add(
             "configured", files={"etc/configured.conf": "as packaged\n", "DEBIAN/conffiles": "/etc/configured.conf\n"}
@@ -115,6 +116,45 @@ def test_apt_settings_of_a_site_remove_nothing_and_keep_nothing(host: ChrootHost
     assert installed(host) == {**before, "plain": "1.0"}
     undo_last(host)
     assert installed(host) == before
+
+
+# What apt.conf may hold for a person at a terminal; apt takes the last value of a name.
+SITE_SETTINGS = (
+    'Get::Download-Only "true"', 'Get::Simulate "true"', 'Get::Assume-No "true"', 'Get::Print-URIs "true"',
+    'Get::Trivial-Only "true"', 'Get::Only-Upgrade "true"', 'Get::Purge "true"', 'Install-Suggests "true"',
+    'Get::Download "false"',
+)  # fmt: skip
+
+
+def test_apt_settings_for_people_do_not_change_what_is_done(host: ChrootHost) -> None:
+    install(host, "configured")
+    host.write("/etc/configured.conf", b"as edited\n")
+    host.require(("dpkg", "--remove", "configured"), "")
+    before = installed(host)
+    for setting in SITE_SETTINGS:
+        host.write("/etc/apt/apt.conf.d/99site", f"APT::{setting};\n".encode())
+        as_a_run(host, InstallPackages(("suggesting", "configured")))
+        assert installed(host) == {**before, "suggesting": "1.0", "configured": "1.0", "library": "1.0"}, setting
+        undo_last(host)
+        assert installed(host) == before and host.read_text("/etc/configured.conf") == "as edited\n", setting
+
+
+def test_hooks_of_apt_neither_ask_nor_restart(host: ChrootHost) -> None:
+    """What needrestart, apt-listchanges and apt-listbugs heed (their manuals): each is called by a hook of apt's."""
+    hooks = 'DPkg::Pre-Install-Pkgs {"env > /tmp/before";};\nDPkg::Post-Invoke {"env > /tmp/after";};\n'
+    host.write("/etc/apt/apt.conf.d/99site", hooks.encode())
+    install(host, "plain")
+    for name in ("/tmp/before", "/tmp/after"):
+        found = set((host.read_text(name) or "").splitlines())
+        assert found > {"NEEDRESTART_SUSPEND=1", "APT_LISTCHANGES_FRONTEND=none", "APT_LISTBUGS_FRONTEND=none"}
+
+
+@pytest.mark.parametrize("when", ["Pre-Install-Pkgs", "Pre-Invoke", "Post-Invoke"])
+def test_a_hook_of_apt_that_fails_is_named(host: ChrootHost, when: str) -> None:
+    host.write("/etc/apt/apt.conf.d/99site", f'DPkg::{when} {{"echo locked; exit 3";}};\n'.encode())
+    (problem,) = refusal(host, "plain").problems
+    assert "a hook of apt failed" in problem.what and "echo locked; exit 3" in problem.evidence
+    assert "/etc/apt/apt.conf.d" in problem.next_step
 
 
 def test_a_pin_that_keeps_a_package_out_is_told_with_its_line(host: ChrootHost) -> None:
