@@ -37,6 +37,7 @@ class Dnf(RpmManager):
     )
     refresh = ("dnf", "-y", "makecache")
     install = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")
+    as_asked = ("--setopt=assumeno=0", "--setopt=cacheonly=0")
     version_joint = "-"
     repository_directory = "/etc/yum.repos.d"
     copied_directory = "repos.d"
@@ -65,7 +66,8 @@ class Dnf(RpmManager):
         # Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
         options = ("--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
         sources = ("--disablerepo=*",) if names[0].startswith("/") else ()
-        return ("dnf", *options, *sources, "--assumeno" if simulate else "-y", "install", *names)
+        words = ("--assumeno",) if simulate else ("-y", *self.as_asked)
+        return ("dnf", *options, *sources, *words, "install", *names)
 
     def unlocked(self, system: System) -> tuple[str, ...]:
         return ("--disableplugin=versionlock",) if self.hold_tool(system) == "dnf" else ()
@@ -78,7 +80,7 @@ class Dnf(RpmManager):
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> Versions:
         # dnf would answer from metadata of up to two days ago, or of any age, as metadata_expire says.
-        command = ("dnf", "-q", "-y", "--refresh", *options, *_QUERY, *names)
+        command = ("dnf", "-q", "-y", *self.as_asked, "--refresh", *options, *_QUERY, *names)
         done = run_rpm(system, command, tell_nobody, QUERY_SECONDS)
         finish_rpm(done, NO_INDEX)
         return parse_repoquery(done.stdout)

@@ -25,6 +25,7 @@ from gpuprov.packages.keys import (
     with_placed_keys,
 )
 from gpuprov.packages.rpm_locks import HoldRpmPackages
+from gpuprov.protocol.errors import GpuprovError
 
 QUERY_SECONDS = 600
 _REMOVE_SECONDS = 600
@@ -34,6 +35,8 @@ _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVID
 _NAMES = ("--queryformat", "%{NVRA}\\n")
 # A user may want colors in each output, by dnf.conf or zypper.conf.
 _COLOR = re.compile(r"\x1b\[[\d;]*[mK]")
+# dnf 4 with tsflags=test.
+_ONLY_TESTED = re.compile(r"^.*will only download packages.* and check the transaction.*$", re.MULTILINE)
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
 _PROGRESS = r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
 # Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
@@ -59,7 +62,8 @@ def rpm_lock_holder(system: System) -> str:
 class RpmManager(interface.PackageManager):
     """A package manager that uses rpm.
 
-    `refresh` and `install` are commands. `version_joint`: what stands between a name and the version that is asked for.
+    `refresh` and `install` are commands; `as_asked` has options for both that win over a site's settings.
+    `version_joint`: what stands between a name and the version that is asked for.
     `good_codes`: exit codes that mean success. `package_check`: the option of a .repo file that checks the signatures
     of packages. `repository_lines` and `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a
     release ends in a number that counts how often the package was built. `login_in_url`: a .repo file has no other
@@ -72,6 +76,7 @@ class RpmManager(interface.PackageManager):
 
     refresh: tuple[str, ...]
     install: tuple[str, ...]
+    as_asked: tuple[str, ...] = ()
     version_joint: str
     good_codes: tuple[int, ...] = (0,)
     repository_directory: str
@@ -328,7 +333,12 @@ class RefreshRpmIndex(interface.IndexRefresh):
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> None:
-        done = run_rpm(system, _with(self.program.refresh, self.options), tell, interface.REFRESH_SECONDS)
+        done = run_rpm(
+            system,
+            _with(self.program.refresh, (*self.options, *self.program.as_asked)),
+            tell,
+            interface.REFRESH_SECONDS,
+        )
         finish_rpm(done, NO_INDEX, self.program.good_codes)
 
 
@@ -369,9 +379,15 @@ class InstallRpmPackages(interface.PackageInstallation):
     def _install(self, system: System, tell: Tell) -> None:
         how = self.program
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
-        command = (*_with(how.install, self.options), *names)
+        command = (*_with(how.install, (*self.options, *how.as_asked)), *names)
         done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
-        finish_rpm(done, f"{', '.join(self.names)} could not be installed", how.good_codes, self.advice)
+        what = f"{', '.join(self.names)} could not be installed"
+        finish_rpm(done, what, how.good_codes, self.advice)
+        if only := _ONLY_TESTED.search(done.stdout):
+            what += ": dnf reported success, but has installed nothing"
+            raise GpuprovError(
+                what, only[0], "grep tsflags /etc/dnf/dnf.conf; remove `test`; then run the command again"
+            )
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
             words = ("systemctl", "enable", unit)

@@ -13,6 +13,8 @@ from gpuprov.packages.interface import Commands, Versions, versions_by_name
 from gpuprov.packages.rpm import NO_INDEX, QUERY_SECONDS, RpmManager, run_rpm
 
 _ZYPPER = ("zypper", "--non-interactive")
+# A site's zypp.conf may say otherwise (commit.downloadMode).
+_AS_ASKED = ("--download-in-advance",)
 _QUERY = ("search", "--details", "--match-exact", "--type", "package")
 # zypper(8): there are no repositories; no package has that name.
 _NO_REPOSITORIES, _NOTHING_FOUND = 6, 104
@@ -31,7 +33,7 @@ class Zypper(RpmManager):
         "zypper -q -n install",
     )
     refresh = (*_ZYPPER, "refresh")
-    install = (*_ZYPPER, "install", "--no-recommends", "--")
+    install = (*_ZYPPER, "install", *_AS_ASKED, "--no-recommends", "--")
     version_joint = "="
     # 102: reboot advised, 103: the package manager itself was updated.
     good_codes = (0, 102, 103)
@@ -54,7 +56,12 @@ class Zypper(RpmManager):
         return f"{name}={version}-{release.rpartition('.')[0]}"
 
     def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
-        options = ("--oldpackage", "--no-recommends", "--force-resolution", *(("--dry-run",) if simulate else ()))
+        options = (
+            "--oldpackage",
+            "--no-recommends",
+            "--force-resolution",
+            *(("--dry-run",) if simulate else _AS_ASKED),
+        )
         if names[0].startswith("/"):
             return (*_ZYPPER, "--no-refresh", "install", *options, "--", *names)
         return (*_ZYPPER, "install", *options, "--", *map(self.word, names))

@@ -224,6 +224,38 @@ def test_a_repository_signed_by_another_key_is_refused(host: RpmHost, repository
     assert says[manager(host).name] in said
 
 
+# What a person may have set for a machine that others install on; `test` alone can't be taken back for one command.
+_SETTINGS = {
+    "dnf": ("/etc/dnf/dnf.conf", ("assumeno=1", "cacheonly=1", "downloadonly=1", "tsflags=nodocs"), "tsflags=test"),
+    "zypper": ("/etc/zypp/zypp.conf", ("commit.downloadMode = DownloadOnly", "solver.onlyRequires = true"), ""),
+}
+
+
+def test_settings_of_a_site_do_not_change_what_is_done(host: RpmHost, repository: Repository) -> None:
+    set_up(host, repository.spec)
+    path, harmless, fatal = _SETTINGS[manager(host).name]
+    for setting in harmless:
+        host.write(path, f"[main]\n{setting}\n".encode())
+        refresh(host)
+        change, before, outcome = install(host, TOOLS.name)
+        assert installed_files(host) == {TOOLS.name, "site-gpu-library"}, setting
+        change.undo(host, before, outcome)
+    if fatal:
+        host.write(path, f"[main]\n{fatal}\n".encode())
+        said = refusal(lambda: install(host, TOOLS.name))
+        assert "success, but has installed nothing" in said and f"grep tsflags {path}" in said
+
+
+@pytest.mark.parametrize("host", ["opensuse-tumbleweed"], indirect=True)
+def test_a_lock_of_zypper_is_named(host: RpmHost, repository: Repository) -> None:
+    set_up(host, repository.spec)
+    for locked in (TOOLS.name, "site-gpu-library"):
+        assert host.run(("zypper", "-n", "addlock", locked)).ok
+        said = refusal(lambda: install(host, TOOLS.name))
+        assert "a lock hides a package" in said and locked in said and "zypper removelock" in said
+        assert host.run(("zypper", "-n", "removelock", locked)).ok
+
+
 @pytest.mark.parametrize(
     ("uri", "says"),
     [

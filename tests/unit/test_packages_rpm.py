@@ -132,8 +132,9 @@ class RecordedRpm(Recorded):
 
 
 COMMANDS = {
-    "dnf": ("dnf", "-y", "--setopt=install_weak_deps=False", "install", "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
-    "zypper": ("zypper", "--non-interactive", "install", "--no-recommends", "--", "gcc",
+    "dnf": ("dnf", *DNF.as_asked, "-y", "--setopt=install_weak_deps=False", "install", "gcc",
+            "kernel-devel-5.14.0-427.el9.x86_64"),
+    "zypper": ("zypper", "--non-interactive", "install", "--download-in-advance", "--no-recommends", "--", "gcc",
                "kernel-devel=5.14.0-427.el9.x86_64"),
 }  # fmt: skip
 
@@ -144,7 +145,7 @@ def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: RpmMana
     InstallRpmPackages(manager, ("gcc", "kernel-devel=5.14.0-427.el9.x86_64")).apply(host, lambda *_: None)
     RefreshRpmIndex(manager).apply(host, lambda *_: None)
     assert host.asked[0] == COMMANDS[manager.name]
-    assert host.asked[1] == manager.refresh
+    assert host.asked[1] == (manager.refresh[0], *manager.as_asked, *manager.refresh[1:])
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
 
 

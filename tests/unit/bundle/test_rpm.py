@@ -159,7 +159,7 @@ def test_both_signatures_are_asked_for_in_the_bundles_repository(manager: RpmMan
 @pytest.mark.parametrize(
     ("distribution", "version", "words"),
     [
-        ("rocky", "9", ["dnf", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache", "-y"]),
+        ("rocky", "9", ["dnf", f"--setopt=reposdir={FOLDER}/repos.d", f"--setopt=cachedir={FOLDER}/cache"]),
         ("sles", "15.6", ["zypper", "--reposd-dir", f"{FOLDER}/repos.d", "--cache-dir", f"{FOLDER}/cache"]),
     ],
 )
