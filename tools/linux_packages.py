@@ -1,4 +1,6 @@
-"""Builds gpuprov's .deb and .rpm: the one-file program, man pages and completion; no service and no scripts.
+"""Builds gpuprov's .deb and .rpm: the one-file program, man pages and completion; no service.
+
+Their only script removes what the program has unpacked; kept drivers lie beside that, and a rollback needs them.
 
 python -m tools.linux_packages dist
 """
@@ -53,6 +55,16 @@ gpuprov ({version}) unstable; urgency=medium
 
  -- {maintainer}  {date}
 """
+_CLEAN = """\
+rm -rf /var/cache/gpuprov/host-* /var/cache/gpuprov/.host-*
+    rmdir --ignore-fail-on-non-empty /var/cache/gpuprov || :"""
+_POSTRM = f"""\
+#!/bin/sh
+set -e
+if [ "$1" = purge ] && [ -d /var/cache/gpuprov ]; then
+    {_CLEAN}
+fi
+"""
 _SPECIFICATION = """\
 Name: gpuprov
 Version: {version}
@@ -71,6 +83,11 @@ Requires: (python3 >= 3.9 or python39 or python3.11 or python3.12 or python311)
 {description}
 %install
 cp -a %{{tree}}/. %{{buildroot}}
+
+%postun
+if [ "$1" = 0 ] && [ -d /var/cache/gpuprov ]; then
+    {clean}
+fi
 
 %files
 /usr/bin/gpuprov
@@ -137,6 +154,7 @@ def _build_deb(folder: Path, work: Path, moment: int) -> None:
     sums = (f"{hashlib.md5(path.read_bytes()).hexdigest()}  {path.relative_to(tree)}\n" for path in files)
     _write(tree / "DEBIAN/md5sums", "".join(sums))
     size = sum(path.stat().st_size for path in files) // 1024
+    _write(tree / "DEBIAN/postrm", _POSTRM, 0o755)
     _write(tree / "DEBIAN/control", _filled(_CONTROL, size=size, description=textwrap.indent(_DESCRIPTION, " ")))
     _set_times(tree, moment)
     _run(moment, "dpkg-deb", "-Zxz", "--root-owner-group", "--build", str(tree), str(folder / DEB))
@@ -153,7 +171,7 @@ def _build_rpm(folder: Path, work: Path, moment: int) -> None:
     day, month, year = formatdate(moment).split()[1:4]
     date = f"{formatdate(moment)[:3]} {month} {day} {year}"
     specification = work / "gpuprov.spec"
-    _write(specification, _filled(_SPECIFICATION, date=date, description=_DESCRIPTION))
+    _write(specification, _filled(_SPECIFICATION, date=date, description=_DESCRIPTION, clean=_CLEAN))
     macros = {**_RPM_MACROS, "_topdir": str(work / "top"), "_rpmdir": str(folder.resolve()), "tree": str(tree)}
     defined = (word for name, value in macros.items() for word in ("--define", f"{name} {value}"))
     _run(moment, "rpmbuild", "--quiet", "-bb", "--target", "noarch", *defined, str(specification))
@@ -189,7 +207,7 @@ def _write_common(tree: Path, moment: int, zsh: str) -> None:
         completion = get_completion_class(shell)
         assert completion is not None
         _write(share / place, completion(cli, {}, "gpuprov", "_GPUPROV_COMPLETE").source())
-    for name, page in man_pages.pages(moment).items():
+    for name, page in man_pages.pages(moment, one_file=True).items():
         _write(share / f"man/man1/{name}.gz", _compressed(page))
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from gpuprov import __version__
+from gpuprov.fleet.options import require_whole_program
 from tools.cli_page import visible_commands
 
 _EXIT_STATUS = """\
@@ -55,20 +56,29 @@ _ESCAPES = {"\\": "\\e", "-": "\\-", "'": "\\(aq", "`": "\\(ga", "^": "\\(ha", "
 _HEADING = re.compile(r"^(Examples?|Exit codes)\b.*:$")
 
 
-def pages(moment: int) -> dict[str, str]:
-    """Return file name → page of all commands that are not hidden; `moment`: seconds since 1970, the pages' date."""
+def pages(moment: int, *, one_file: bool = False) -> dict[str, str]:
+    """Return file name → page of all commands that are not hidden; `moment`: seconds since 1970, the pages' date.
+
+    `one_file`: without the commands that the one-file program refuses.
+    """
     date = datetime.datetime.fromtimestamp(moment, datetime.timezone.utc).strftime("%Y-%m-%d")
     return {
-        f"{_name(context)}.1": "".join(f"{line}\n" for line in _page(command, context, date))
+        f"{_name(context)}.1": "".join(f"{line}\n" for line in _page(command, context, date, one_file=one_file))
         for command, context in visible_commands()
+        if not (one_file and _is_refused(command))
     }
+
+
+def _is_refused(command: click.Command) -> bool:
+    function = inspect.unwrap(command.callback) if command.callback else None
+    return function is not None and require_whole_program.__name__ in function.__code__.co_names
 
 
 def _name(context: click.Context) -> str:
     return context.command_path.replace(" ", "-")
 
 
-def _page(command: click.Command, context: click.Context, date: str) -> Iterator[str]:
+def _page(command: click.Command, context: click.Context, date: str, *, one_file: bool) -> Iterator[str]:
     name = _name(context)
     yield f'.TH {literal(name.upper())} 1 "{date}" "gpuprov {__version__}" "User Commands"'
     yield from (".nh", ".ad l", ".SH NAME", f"{literal(name)} \\- {_summary(command)}")
@@ -79,7 +89,7 @@ def _page(command: click.Command, context: click.Context, date: str) -> Iterator
     yield ".SH DESCRIPTION"
     yield from description
     yield from _records("OPTIONS", _options(command, context))
-    yield from _records("COMMANDS", _subcommands(command, context))
+    yield from _records("COMMANDS", _subcommands(command, context, one_file=one_file))
     if context.parent is None:
         yield from (".PP", "Each command has a page:", ".BR gpuprov\\-install (1).")
     if examples:
@@ -118,10 +128,10 @@ def _options(command: click.Command, context: click.Context) -> Iterator[tuple[s
             yield record
 
 
-def _subcommands(command: click.Command, context: click.Context) -> Iterator[tuple[str, str]]:
+def _subcommands(command: click.Command, context: click.Context, *, one_file: bool) -> Iterator[tuple[str, str]]:
     if isinstance(command, click.Group):
         for child, below in visible_commands(command, context):
-            if child is not command:
+            if child is not command and not (one_file and _is_refused(child)):
                 yield below.command_path.removeprefix(f"{context.command_path} "), child.get_short_help_str(200)
 
 

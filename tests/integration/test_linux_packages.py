@@ -64,8 +64,12 @@ def test_apt_installs_and_removes_the_deb(release: str, packages: Path, tmp_path
         shutil.copy(packages / linux_packages.DEB, host.root / "root")
         run(host, "apt-get", "install", "--yes", f"/root/{linux_packages.DEB}")
         use(host)
+        kept = host.root / "var/cache/gpuprov/of-others"
+        kept.touch()
+        run(host, "apt-get", "remove", "--yes", "gpuprov")
+        assert ours(host) == set() and len(list(kept.parent.iterdir())) == 2
         run(host, "apt-get", "purge", "--yes", "gpuprov")
-        assert ours(host) == set()
+        assert list(kept.parent.iterdir()) == [kept]
 
 
 @pytest.mark.parametrize("os_release", _MANAGERS)
@@ -83,4 +87,4 @@ def test_dnf_and_zypper_install_and_remove_the_rpm(os_release: str, packages: Pa
         run(host, *command, f"/root/{python.name}")
         use(host)
         run(host, manager, *yes, "remove", "gpuprov")
-        assert ours(host) == set()
+        assert ours(host) == set() and not (host.root / "var/cache/gpuprov").exists()

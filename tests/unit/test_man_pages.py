@@ -5,8 +5,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from gpuprov.protocol.errors import ExitCode
+from gpuprov.cli.main import cli
+from gpuprov.fleet import options
+from gpuprov.protocol.errors import ExitCode, UsageError
 from tools import cli_page, man_pages
 
 _MOMENT = 1_790_000_000
@@ -30,6 +33,22 @@ def printed(page: Path) -> str:
 def test_each_section_of_the_reference_is_a_page(folder: Path) -> None:
     sections = [line[3:].replace(" ", "-") for line in cli_page.page().splitlines() if line.startswith("## gpuprov")]
     assert sorted(path.stem for path in folder.iterdir()) == sorted(sections)
+
+
+REFUSED = {
+    "gpuprov-init": (), "gpuprov-playbooks": ("x",), "gpuprov-agent-build": ("-o", "x"),
+    "gpuprov-bundle-create": ("--distro", "debian-12", "-o", "x"),
+}  # fmt: skip
+
+
+def test_the_packages_have_no_page_of_a_command_that_their_program_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, packaged = man_pages.pages(_MOMENT), man_pages.pages(_MOMENT, one_file=True)
+    assert whole.keys() - packaged.keys() == {f"{name}.1" for name in REFUSED}
+    assert ".B playbooks\n" in whole["gpuprov.1"] and ".B playbooks\n" not in packaged["gpuprov.1"]
+    monkeypatch.setattr(options, "one_file", True)
+    for name, more in REFUSED.items():
+        done = CliRunner().invoke(cli, [*name.split("-")[1:], *more])
+        assert isinstance(done.exception, UsageError) and "needs the whole gpuprov" in str(done.exception), done.output
 
 
 def test_groff_prints_them_without_a_warning(folder: Path) -> None:
