@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.changes import parent_of
+from gpuprov.core.commands import Completed
 from gpuprov.engines import toml
 from gpuprov.engines.known import ENGINES, Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
 from gpuprov.protocol.errors import GpuprovError, UsageError
@@ -40,6 +41,15 @@ def version_of(found: Mapping[str, Any], default: int) -> int:
         raise GpuprovError("containerd's configuration version must be a whole number", f"version = {version!r}", hint)
     # Versions after 3 are treated as 3: no later table names are known.
     return min(version, 3) if version >= 1 else 1
+
+
+def asked_version(system: Reader, program: str) -> Completed:
+    """Return what `containerd --version` says. Raises GpuprovError if it does not end."""
+    said = system.run((program, "--version"), timeout=20)
+    if said.unanswered:
+        step = f"{program} --version; if it hangs there too, install containerd's package again"
+        raise GpuprovError("containerd does not tell its version", said.evidence(2), step)
+    return said
 
 
 def version_from_program(said: str) -> int:
@@ -192,7 +202,7 @@ def read_files(system: Reader, request: ConfigureRequest, main: str, drop_in: st
     # The host's own containerd has no information about microk8s's.
     usual = system.which("containerd") if request.engine == "containerd" else None
     program = request.executable or usual or "containerd"
-    said = system.run((program, "--version"), timeout=20) if request.executable or usual else None
+    said = asked_version(system, program) if request.executable or usual else None
     by_program = version_from_program(said.stdout) if said and said.ok else 2
     dump = (program, "--config", main, "config", "dump")
     dumped = toml.read_output(system, "containerd", dump) if request.from_command else None

@@ -69,7 +69,7 @@ def _gather(system: System, name: str) -> EngineFacts:
 
         paths += containerd.imported(system, engine.main)
         # The edits depend on the version of containerd alone.
-        said = system.run((program, "--version"), timeout=20)
+        said = containerd.asked_version(system, program)
         version = said.stdout if said.ok else ""
     files = {path: content for path in paths if (content := system.read_bytes(path)) is not None}
     # Programs that only need to exist.

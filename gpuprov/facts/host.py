@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -98,8 +98,8 @@ class HostFacts:
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
-    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: a
-    newer kernel, which the next boot runs, has one. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`:
+    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: so
+    has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`:
     libraries that the loader takes in place of the driver's, if checked. `read_only`: places that an installation
     writes and that are mounted read-only → their mount. `pinned_out`: packages to install that apt's preferences
     exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
@@ -245,7 +245,9 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         cuda=gather_cuda(system),
         driver_damage=damage(system, driver),
         has_module=_has_module(system, kernel, driver),
-        later_module=later is not None and later.release != kernel.release and later.module,
+        later_module=later is not None
+        and later.release != kernel.release
+        and _has_module(system, replace(kernel, release=later.release), driver),
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
@@ -256,7 +258,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
 
 
 def _has_module(system: System, kernel: Kernel, driver: DriverFacts) -> bool:
-    """Say whether the running kernel has a module of NVIDIA's that it takes: with Secure Boot, a signed one.
+    """Say whether a kernel has a module of NVIDIA's that it takes: with Secure Boot, a signed one.
 
     If another driver is loaded than is installed, it must be the installed one's.
     """
@@ -267,7 +269,7 @@ def _has_module(system: System, kernel: Kernel, driver: DriverFacts) -> bool:
             return False
     if not name or kernel.secure_boot != "enabled":
         return bool(name)
-    said = require_answer(system.run(("modinfo", name)), what).stdout
+    said = require_answer(system.run(("modinfo", "-k", kernel.release, name)), what).stdout
     return re.search(r"^sig(ner|_id):\s*\S", said, re.MULTILINE) is not None
 
 

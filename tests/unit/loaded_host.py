@@ -34,6 +34,8 @@ class LoadedHost(FakeHost):
         self.stopped: list[str] = []
         self.unloaded: list[str] = []
         self.on_disk = OLD
+        # Of other kernels.
+        self.on_disk_of: dict[str, str] = {}
         self._lay(OLD)
         self.load(OLD)
         (root / "proc/sys/kernel/random").mkdir(parents=True)
@@ -57,7 +59,7 @@ class LoadedHost(FakeHost):
         (self.root / f"lib/modules/{RELEASE}/modules.dep").write_text("updates/dkms/nvidia.ko.xz:\n" if version else "")
 
     def _modinfo(self, words: tuple[str, ...]) -> tuple[int, str]:
-        return 0, f"{self.on_disk}\n"
+        return 0, f"{self.on_disk_of.get(words[words.index('-k') + 1], self.on_disk)}\n"
 
     def load(self, version: str) -> None:
         for path in ("sys/bus", "sys/module", "proc/driver"):

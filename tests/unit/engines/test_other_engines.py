@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from gpuprov.core import units
+from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
 from gpuprov.engines import cri_status, known
 from gpuprov.engines.configure import configuration
@@ -274,6 +275,20 @@ def test_an_engine_whose_version_is_not_told_gets_no_cdi(host: Host) -> None:
     assert facts.version == "" and gather(host, ("containerd",))["containerd"].version
     assert (silent.asked, silent.timeouts) == ([("/usr/bin/containerd", "--version")], [20])
     assert gather(silent, ("podman",))["podman"].version == ""
+
+
+def test_a_containerd_that_hangs_is_named(host: Host) -> None:
+    class Hanging(Host):
+        def answer(self, argv: tuple[str, ...]) -> Answer:
+            return (TIMED_OUT, "") if argv[1:] == ("--version",) else super().answer(argv)
+
+    hanging = Hanging(host.root / "hanging")
+    for ask in (
+        lambda: gather(hanging, ("containerd",)),
+        lambda: configuration(hanging, ConfigureRequest("containerd")),
+    ):
+        with pytest.raises(GpuprovError, match="containerd does not tell its version"):
+            ask()
 
 
 def test_only_a_socket_that_is_there_is_asked(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
