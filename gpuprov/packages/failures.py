@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from dataclasses import dataclass
 
 from gpuprov.core.commands import Completed, failures, first_match
@@ -20,6 +21,8 @@ class Advice:
 
 # Above the names of packages whose own scripts have failed.
 FAILED = "Errors were encountered while processing:"
+# How dnf and zypper name a repository that can't be read.
+_REPOSITORY = re.compile(r"(?:for repo(?:sitory)?|Repository) '([^']+)'")
 # Lines that name why a repository is not reached; zypper's first line about it does not.
 _REASONS = {"rpm": (
     r"[Cc]ould(n't| not) resolve host|Status code: 404|HTTP Error 404|not found on medium|Curl error \(\d+\)"
@@ -65,14 +68,17 @@ def _failure(done: Completed, what: str, program: str, advice: Advice | None) ->
         return GpuprovError(what, done.evidence(), "run that command on the host to see all of it")
     row, line = found
     listed = listed_under(row.heading, text) if row.heading else ()
+    if row.kind == "unreached" and (named := _REPOSITORY.search(text)):
+        listed, evidence = (shlex.quote(named[1]),), f"{evidence}repository {named[1]}: "
     names = " ".join(listed) or "NAME"
     if row.heading == FAILED:
         # The reason is what the script printed before.
         evidence = done.evidence()
     else:
-        evidence += f"{line}\n{row.heading} {', '.join(listed)}" if listed else line
-    meaning = row.what.replace("{listed}", names)
-    return GpuprovError(f"{what}: {meaning}", evidence, row.next_step.replace("{listed}", names))
+        evidence += f"{line}\n{row.heading} {', '.join(listed)}" if listed and row.heading else line
+    folder = "/etc/zypp/repos.d" if done.argv[0] == "zypper" else "/etc/yum.repos.d"
+    meaning, step = row.what.replace("{listed}", names), row.next_step.replace("{folder}", folder)
+    return GpuprovError(f"{what}: {meaning}", evidence, step.replace("{listed}", names))
 
 
 def listed_under(heading: str, text: str) -> tuple[str, ...]:

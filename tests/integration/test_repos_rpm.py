@@ -271,6 +271,19 @@ def test_a_repository_out_of_reach_is_told(host: RpmHost, repository: Repository
     assert says in said and uri.split("/")[2] in said
 
 
+def test_another_repository_out_of_reach_is_named_with_its_file(host: RpmHost, repository: Repository) -> None:
+    set_up(host, repository.spec)
+    place = manager(host).repository_directory
+    host.write("/etc/dnf/dnf.conf", b"[main]\n")
+    for uri in ("http://127.0.0.1:9/rpm", "http://no-such-host.invalid/rpm"):
+        text = f"[corp-tools]\nname=Corp tools\nbaseurl={uri}\nenabled=1\n"
+        host.write(f"{place}/corp.repo", text.encode())
+        said = refusal(lambda: refresh(host))
+        # zypper names it by its title.
+        name, quoted = ("Corp tools", "'Corp tools'") if manager(host) is ZYPPER else ("corp-tools", "corp-tools")
+        assert f"repository {name}: " in said and f"grep -rlF {quoted} {place}" in said, said
+
+
 def test_a_package_that_nobody_has_is_told(host: RpmHost, repository: Repository) -> None:
     set_up(host, repository.spec)
     for name in ("no-such-package", f"{TOOLS.name}=9.9"):
