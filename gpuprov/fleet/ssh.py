@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import logging
 import os
@@ -137,39 +138,6 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     check = host_keys.KeyCheck(known, name, accept_new=accept_new)
     connection.client.set_missing_host_key_policy(check)
 
-    def transport(sock: Any, **others: Any) -> Any:
-        from paramiko import ProxyCommand, Transport
-
-        if sock is True:
-            # paramiko itself gives up at an address that does not answer, whatever comes next.
-            sock = socket.create_connection((connection.host, connection.port), settings.connect_timeout)
-            # A dead connection breaks after a minute instead of hanging until TCP gives up.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
-            # As ssh(1) does: else the kernel holds a short packet back until the one before it is acknowledged, 40 ms.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if isinstance(sock, ProxyCommand):
-            sock.recv = lambda size: _read_from(sock, size)
-
-        class Certified(Transport):  # type: ignore[misc]  # paramiko has no types
-            """Asks for a certificate first, as ssh(1) does of a host that an authority signs for."""
-
-            @property
-            def preferred_keys(self) -> tuple[str, ...]:
-                return tuple(sorted(super().preferred_keys, key=lambda kind: "-cert-" not in kind))
-
-        made = (Certified if check.authorities() else Transport)(sock, **others)
-        _bound_banner(made)
-        security = made.get_security_options()
-        security.key_types = host_keys.preferred_key_types(known.keys(name), security.key_types)
-        # paramiko compares the code of every other cipher's packets byte by byte in Python: half of what a
-        # connection costs, measured with a thousand of them.
-        security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
-        made.channel_timeout = remote.ACCEPTANCE_SECONDS
-        made.auth_interactive_dumb = lambda user: made.auth_interactive(user, _no_answers)
-        negotiate = made.start_client
-        made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
-        return made
-
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
     named = connection.connect_kwargs.get("key_filename", ())
     alone = options.get("identitiesonly") == "yes"
@@ -180,13 +148,50 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         "key_filename": [str(expanded(path)) for path in named if not key_fault(path)],
         "look_for_keys": not (alone and named),
         "pkey": _certified(named, options.get("certificatefile", "")),
-        "transport_factory": transport,
+        "transport_factory": functools.partial(_transport, connection, settings.connect_timeout, check),
         "sock": True,  # Fabric replaces it by what goes through a gateway
         "banner_timeout": connection.connect_timeout,
         "auth_timeout": max(connection.connect_timeout, 60),
     }
     if "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+
+
+def _transport(
+    connection: Connection, patience: float, check: host_keys.KeyCheck, sock: Any, **others: Any
+) -> Any:  # fmt: skip
+    """Return paramiko's transport with time limits, and with certificates, known keys and fast ciphers first."""
+    from paramiko import ProxyCommand, Transport
+
+    if sock is True:
+        # paramiko itself gives up at an address that does not answer, whatever comes next.
+        sock = socket.create_connection((connection.host, connection.port), patience)
+        # A dead connection breaks after a minute instead of hanging until TCP gives up.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
+        # As ssh(1) does: else the kernel holds a short packet back until the one before it is acknowledged, 40 ms.
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if isinstance(sock, ProxyCommand):
+        sock.recv = lambda size: _read_from(sock, size)
+
+    class Certified(Transport):  # type: ignore[misc]  # paramiko has no types
+        """Asks for a certificate first, as ssh(1) does of a host that an authority signs for."""
+
+        @property
+        def preferred_keys(self) -> tuple[str, ...]:
+            return tuple(sorted(super().preferred_keys, key=lambda kind: "-cert-" not in kind))
+
+    made = (Certified if check.authorities() else Transport)(sock, **others)
+    _bound_banner(made)
+    security = made.get_security_options()
+    security.key_types = host_keys.preferred_key_types(check.known.keys(check.name), security.key_types)
+    # paramiko compares the code of every other cipher's packets byte by byte in Python: half of what a
+    # connection costs, measured with a thousand of them.
+    security.ciphers = sorted(security.ciphers, key=lambda cipher: "gcm" not in cipher)
+    made.channel_timeout = remote.ACCEPTANCE_SECONDS
+    made.auth_interactive_dumb = lambda user: made.auth_interactive(user, _no_answers)
+    negotiate = made.start_client
+    made.start_client = lambda event=None, timeout=None: negotiate(event, _HANDSHAKE_SECONDS)
+    return made
 
 
 def _agent(paths: Sequence[str], place: str, patience: float, *, alone: bool) -> Any:
