@@ -47,29 +47,18 @@ _CHANGING = r"\bgpuprov (install|rollback|uninstall)\b"
 
 def run_command(options: Options) -> ExitCode:
     """Run the command and print its results. Raises GpuprovError for an invalid call."""
-    needing = {"--check": options.check, "--diff": options.diff, "--allow": options.allow, "--window": options.window,
-               "--before-host": options.before_host}  # fmt: skip
-    if options.command == "doctor" and any(needing.values()) and not options.fix:
-        named = " and ".join(name for name, given in needing.items() if given)
-        raise UsageError(f"{named} need --fix", "without --fix, doctor changes nothing", "add --fix")
-    allow = tuple(word.strip() for word in options.allow.split(",")) if options.allow else ()
-    if unknown := set(allow) - {"reset", "reboot"}:
-        raise UsageError(f"--allow does not know {min(unknown)!r}", options.allow, "--allow reset, or reset,reboot")
+    _require_sound(options)
     commands = parse_host_commands(options.before_host, options.after_host, options.host_command_timeout)
     rollout = parse_rollout(
         options.serial, options.max_fail, options.canary, options.window, rollback=options.rollback_on_failure
     )
-    if options.detailed_exitcode and not options.check:
-        raise UsageError("--detailed-exitcode needs --check", "", "add --check")
-    for file in filter(None, (options.report, options.metrics)):
-        require_writable(file)
     bundle, digest = _checked_bundle(options)
     inventory = inventory_of(options)
     require_safe_hosts(commands, inventory.hosts)
     sources = inventory_names(options.hosts)
     request = Request(
         options.command, check=options.check, diff=options.diff, bundle=bundle, bundle_digest=digest, fix=options.fix,
-        allow=allow, remember=options.remember, upgrade=options.upgrade,
+        allow=_allowed(options), remember=options.remember, upgrade=options.upgrade,
         arguments={"minutes": options.minutes} if options.command == "accept" else options.arguments,
         fleet_drivers=drivers_by_gpus(sources) if options.hosts and options.command == "install" else {},
     )  # fmt: skip
@@ -105,6 +94,25 @@ def run_command(options: Options) -> ExitCode:
                     say(f"kept: {path}", err=True)
     drifted = options.detailed_exitcode and any(one.changed for one in results)
     return worst((run.exit_code, ExitCode.WOULD_CHANGE if drifted else ExitCode.DONE))
+
+
+def _require_sound(options: Options) -> None:
+    """Raise UsageError for options that do not go together, and for files that can't be written."""
+    needing = {"--check": options.check, "--diff": options.diff, "--allow": options.allow, "--window": options.window,
+               "--before-host": options.before_host}  # fmt: skip
+    if options.command == "doctor" and any(needing.values()) and not options.fix:
+        named = " and ".join(name for name, given in needing.items() if given)
+        raise UsageError(f"{named} need --fix", "without --fix, doctor changes nothing", "add --fix")
+    if unknown := set(_allowed(options)) - {"reset", "reboot"}:
+        raise UsageError(f"--allow does not know {min(unknown)!r}", options.allow, "--allow reset, or reset,reboot")
+    if options.detailed_exitcode and not options.check:
+        raise UsageError("--detailed-exitcode needs --check", "", "add --check")
+    for file in filter(None, (options.report, options.metrics)):
+        require_writable(file)
+
+
+def _allowed(options: Options) -> tuple[str, ...]:
+    return tuple(word.strip() for word in options.allow.split(",")) if options.allow else ()
 
 
 def inspect_hosts(options: Options) -> tuple[HostResult, ...]:
