@@ -35,13 +35,7 @@ from gpuprov.fleet.inventory_messages import (
     reason_of,
     with_origins,
 )
-from gpuprov.fleet.ssh_config import (
-    ARGUMENT_VARIABLES,
-    SshArguments,
-    SshConfiguration,
-    parse_ssh_arguments,
-    ssh_arguments,
-)
+from gpuprov.fleet.ssh_config import ARGUMENT_VARIABLES, SshArguments, SshConfiguration, arguments_of
 from gpuprov.protocol import imex
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked_settings
@@ -412,7 +406,7 @@ def _targets(
     problems: list[Mistake] = []
     for name, values in hosts:
         try:
-            arguments = parse_ssh_arguments(" ".join(ssh_arguments(values)))
+            arguments = arguments_of(values)
             targets.append(target_from_variables(name, values, arguments))
             for warning in arguments.warnings:
                 warnings.setdefault(warning, []).append(name)

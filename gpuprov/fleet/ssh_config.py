@@ -9,7 +9,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:
     from paramiko.config import SSHConfigDict
 
 # In Ansible's order: ssh takes the first of several values.
-_ARGUMENTS = ("ssh_args", "host_key_checking", "ssh_common_args", "ssh_extra_args")
-ARGUMENT_VARIABLES = {"ansible_ssh_host_key_checking", *(f"ansible_{one}" for one in _ARGUMENTS)}
+_ARGUMENTS = ("ssh_args", "ssh_common_args", "ssh_extra_args")
+_HOST_KEYS = {"ansible_host_key_checking", "ansible_ssh_host_key_checking"}
+ARGUMENT_VARIABLES = {*_HOST_KEYS, *(f"ansible_{one}" for one in _ARGUMENTS)}
 _USER_FILE = "~/.ssh/config"
 _SECONDS = 60  # `Match exec` runs commands
 # ssh answers with all its default keys where none is configured.
@@ -155,20 +156,18 @@ def _home() -> str:
         return ""
 
 
-def ssh_arguments(values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
+def arguments_of(values: Mapping[str, Any]) -> SshArguments:
+    """Return the arguments for ssh as Ansible takes them: from variables, then its environment, then ansible.cfg."""
     from ansible.constants import CONFIG_FILE
 
     of_ansible = CONFIG_FILE or any(one.startswith("ANSIBLE_") for one in os.environ)
     if ARGUMENT_VARIABLES.isdisjoint(values) and not of_ansible:
-        return
-    settings = _ssh_settings()
-    for name in _ARGUMENTS:
-        value = settings.get_config_value(name, plugin_type="connection", plugin_name="ssh", variables=values)
-        if name != "host_key_checking":
-            yield str(value or "")
-        elif value is False:
-            yield "-o StrictHostKeyChecking=no"
+        return SshArguments()
+    get = functools.partial(_ssh_settings().get_config_value, plugin_type="connection", plugin_name="ssh")
+    words = [str(get(name, variables=values) or "") for name in _ARGUMENTS]
+    if get("host_key_checking", variables=values) is False:
+        words.insert(1, "-o StrictHostKeyChecking=no")
+    return parse_ssh_arguments(" ".join(words))
 
 
 @functools.cache

@@ -9,8 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gpuprov.protocol.codec import load
-from gpuprov.protocol.errors import require_format
-from gpuprov.protocol.tables import FORMAT, MODELS, Tables, invalid_table
+from gpuprov.protocol.tables import MODELS, Tables, invalid_table, require_table
 
 
 @dataclass(frozen=True)
@@ -118,11 +117,9 @@ def name_of(device_id: str, tables: Tables) -> str:
 
 def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
-    require_format(data, FORMAT, "the table of GPU models", origin)
     try:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        found = _loaded(data)
+        table = require_table(data, "GPU models", origin)
+        found = _loaded(table)
         ids = [(one.name, number) for one in found.models for number in one.ids]
         ids += [(one.name, number) for one in found.generations for number in (one.first, one.last)]
         if wrong := next((f"{name}: {number[:20]!r}" for name, number in ids if not _ID.fullmatch(number)), ""):
@@ -132,4 +129,4 @@ def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
             raise ValueError(f"models: {wrong}: no such fabric")
     except ValueError as error:
         raise invalid_table(MODELS, "GPU models", origin, str(error)[:200]) from None
-    return data
+    return table

@@ -135,10 +135,8 @@ def checked_rows(
 
     `words`: what the table is of, where it comes from, the next step. Raises GpuprovError with them.
     """
-    require_format(data, FORMAT, f"the table of {words[0]}", words[1])
     try:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
+        require_table(data, *words[:2])
         if not DATE.fullmatch(data["updated"]):
             raise ValueError("updated is not a date")
         date.fromisoformat(data["updated"])
@@ -153,6 +151,14 @@ def checked_rows(
         raise GpuprovError(f"the table of {name} is not valid", seen, hint) from None
 
 
+def require_table(data: Any, what: str, origin: str) -> Mapping[str, Any]:
+    """Return a table (of `what`). Raises ValueError for data of another format, UsageError for a later one."""
+    require_format(data, FORMAT, f"the table of {what}", origin)
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}")
+    return data
+
+
 def invalid_table(name: str, what: str, origin: str, fault: str) -> UsageError:
     """Return the error for a site's table (of `what`) in which something is wrong."""
     step = f"its form is that of gpuprov/protocol/{name}.json"
@@ -161,11 +167,9 @@ def invalid_table(name: str, what: str, origin: str, fault: str) -> UsageError:
 
 def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
     """Return a site's table if it is sound. Raises GpuprovError (exit code 2) that names what is wrong in it."""
-    require_format(data, FORMAT, "the table of driver releases", origin)
     try:
-        if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise ValueError(f"its format is not {FORMAT}")
-        parts: list[Any] = [data.get(name) for name in ("newest", "sha256", "support_ends")]
+        table = require_table(data, "driver releases", origin)
+        parts: list[Any] = [table.get(name) for name in ("newest", "sha256", "support_ends")]
         if not all(isinstance(one, dict) for one in parts):
             raise ValueError("newest, sha256 and support_ends must be mappings")
         newest, digests, ends = parts
@@ -178,10 +182,10 @@ def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
             for release, digest in rows.items() if isinstance(rows, dict) else [("", "")]:
                 if not _RELEASE.fullmatch(str(release)) or not _SHA256.fullmatch(str(digest)):
                     raise ValueError(f"sha256: {architecture}: {str(release)[:40]!r} has no SHA-256 digest")
-        if not isinstance(data.get("announced", {}), dict):
+        if not isinstance(table.get("announced", {}), dict):
             raise ValueError("announced must be a mapping")
         if wrong := next((branch for branch, month in ends.items() if not _MONTH.fullmatch(str(month))), ""):
             raise ValueError(f"support_ends: {wrong}: not a month such as 2028-06")
     except ValueError as error:
         raise invalid_table(RELEASES, "driver releases", origin, str(error)) from None
-    return data
+    return table
