@@ -234,8 +234,10 @@ def bootstrap_script(probe: Probe) -> str:
 
 def bootstrap_input(spec: Mapping[str, Any]) -> bytes:
     """Return the bootstrap script's input: the environment of its package manager, then an empty line."""
+    from gpuprov.packages.dpkg import HOOKS
+
     proxy = Proxy(str(spec.get("proxy", "")), str(spec.get("no_proxy", "")))
-    lines = (f"{name}={value}" for name, value in proxy.environment.items())
+    lines = (f"{name}={value}" for name, value in {**HOOKS, **proxy.environment}.items())
     return "".join(f"{line}\n" for line in (*lines, "")).encode()
 
 

@@ -46,7 +46,7 @@ _APT = (
 _OWN_PROXY = ("http::Proxy", "http::Proxy-Auto-Detect", "https::Proxy", "https::Proxy-Auto-Detect")
 _NO_OWN_PROXY = tuple(word for setting in _OWN_PROXY for word in ("-o", f"Acquire::{setting}="))
 # apt's hooks of these programs restart services, or end an installation for a bug that somebody has reported.
-_HOOKS = {"NEEDRESTART_SUSPEND": "1", "APT_LISTCHANGES_FRONTEND": "none", "APT_LISTBUGS_FRONTEND": "none"}
+HOOKS = {"NEEDRESTART_SUSPEND": "1", "APT_LISTCHANGES_FRONTEND": "none", "APT_LISTBUGS_FRONTEND": "none"}
 _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
@@ -167,7 +167,7 @@ def run_dpkg(system: System, command: tuple[str, ...], tell: Tell, seconds: floa
     while True:
         # apt's own waiting (DPkg::Lock::Timeout) knows the lock of dpkg alone: `apt-get update` fails at once.
         interface.wait_until_free(system, tell, lock_holder, deadline)
-        env, on_line = {**_HOOKS, **system.proxy.environment}, interface.reporter(_PROGRESS, tell)
+        env, on_line = {**HOOKS, **system.proxy.environment}, interface.reporter(_PROGRESS, tell)
         done = system.run(command, timeout=seconds, env=env, on_line=on_line)
         # Another process may have taken the lock between the check and apt's own.
         if done.ok or not _LOCKED.search(done.stderr) or system.now() > deadline:
