@@ -51,28 +51,12 @@ DKMS_SIGNING = "/etc/dkms/framework.conf.d/gpuprov.conf"
 PREFERENCES = "/etc/apt/preferences.d/gpuprov-driver"
 # Everything whose content plans look at lies here.
 _MANAGED_FILES = (
-    "/etc/apt/sources.list",
-    retired.TRUSTED,
-    BLACKLIST,
-    DKMS_SIGNING,
-    PREFERENCES,
-    FABRIC_MODULES,
-    *gpus.IMEX_FILES,
-    DRACUT_CONFIGURATION,
-    *(kernels.MODULE_OPTIONS, kernels.LOADED_OPTIONS, gpus.GRIDD_CONFIG, gpus.GRIDD_TEMPLATE, gpus.TOKEN),
-    deploy.LAUNCHER_PATH,
-    HOOK_PATH,
-    deploy.NVIDIA_HOOK_PATH,
-    NVIDIA_DOCKER,
-    *boot.MANAGED,
-    "/var/lib/gpuprov/driver-incomplete",
-    IN_USE_MARK,
-    STOPPED,
-    PROFILE,
-    OTHER_PROFILE,
-    *("/etc/dnf/dnf.conf", "/etc/dnf/modules.d/nvidia-driver.module"),
-    docker_proxy.DROP_IN,
-)
+    "/etc/apt/sources.list", retired.TRUSTED, BLACKLIST, DKMS_SIGNING, PREFERENCES, FABRIC_MODULES, *gpus.IMEX_FILES,
+    DRACUT_CONFIGURATION, kernels.MODULE_OPTIONS, kernels.LOADED_OPTIONS, gpus.GRIDD_CONFIG, gpus.GRIDD_TEMPLATE,
+    gpus.TOKEN, deploy.LAUNCHER_PATH, HOOK_PATH, deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER, *boot.MANAGED,
+    "/var/lib/gpuprov/driver-incomplete", IN_USE_MARK, STOPPED, PROFILE, OTHER_PROFILE, "/etc/dnf/dnf.conf",
+    "/etc/dnf/modules.d/nvidia-driver.module", docker_proxy.DROP_IN,
+)  # fmt: skip
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
     "/etc/yum.repos.d", "/etc/zypp/repos.d", RPM_KEYS,
