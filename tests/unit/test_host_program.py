@@ -3,6 +3,7 @@
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -54,9 +55,11 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-def run(python: str, program: Path, *words: object, home: Path) -> subprocess.CompletedProcess[str]:
-    """Run it where /var/cache is an empty folder, for root too."""
-    argv = (python, str(program), *map(str, words))
+def run(
+    python: str, program: Path, *words: object, home: Path, limit: str = "unlimited"
+) -> subprocess.CompletedProcess[str]:
+    """Run it where /var/cache is an empty folder, for root too; `limit`: the bytes that a file may have."""
+    argv = ("prlimit", f"--fsize={limit}:", python, str(program), *map(str, words))
     if os.geteuid() == 0:
         (home / "cache").mkdir(exist_ok=True)
         empty = ("sh", "-c", 'mount --bind "$0" /var/cache && exec "$@"', str(home / "cache"))
@@ -144,6 +147,18 @@ def test_a_package_holds_nothing_of_one_architecture(tmp_path: Path, kind: str) 
     assert any(name.endswith("gpuprov/verify.py") for name in files)
     assert [name for name in files if re.search("x86[_-]64|amd64|aarch64|arm64", name)] == []
     assert [name for name, text in files.items() if text.startswith(b"\x7fELF")] == []
+
+
+@pytest.mark.parametrize("python", _EACH, indirect=True)
+def test_a_disk_that_was_full_once_leaves_no_half_byte_code(python: str, program: Path, tmp_path: Path) -> None:
+    """A limit of file sizes cuts a write off as a full disk does; Python 3.11 keeps what was written."""
+    run(python, program, "--version", home=tmp_path)
+    for folder in list(tmp_path.rglob("__pycache__")):
+        shutil.rmtree(folder)
+    assert run(python, program, "--version", home=tmp_path, limit="9000").returncode == 0
+    done = run(python, program, "--version", home=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert max(path.stat().st_size for path in tmp_path.rglob("*.pyc")) > 9000
 
 
 @pytest.mark.parametrize("python", _EACH, indirect=True)
