@@ -42,12 +42,19 @@ SOCKET_MASKED = Problem(
     f"systemctl show {SOCKET}: LoadState=masked",
     f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
 )
+_END_FOREIGN = (
+    "pid=$(cat /run/docker.pid); kill $pid; tail --pid=$pid -f /dev/null; systemctl reset-failed docker; "
+    "systemctl start docker"
+)
 
 
 def restart_problem(unit: DockerUnit) -> Problem | None:
-    """Return why systemd would refuse to restart docker, or None."""
+    """Return why systemd could not restart docker, or None."""
     if unit.socket_masked:
         return SOCKET_MASKED
+    if unit.is_foreign:
+        seen = f"systemctl show {UNIT}: {unit.active}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}"
+        return Problem("the running docker was not started by systemd, which can't restart it", seen, _END_FOREIGN)
     return RESTART_REFUSED if unit.refuses_restart else None
 
 
@@ -184,10 +191,13 @@ def problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ...]:
     if not facts.installed:
         return parse_config(facts.config_text, facts.config_path)[1]
     found = (*_unit_problems(facts), *_file_problems(facts), *_flag_problems(facts, entry))
-    # systemd also refuses the restart of a docker that does not run.
-    restarts = any(isinstance(one, ReconfigureDocker) and not one.is_loaded and (one.restart or not one.runs)
+    # systemd also refuses the restart of a docker that does not run; it reloads none that it did not start.
+    restarts = any(isinstance(one, ReconfigureDocker) and not one.is_loaded
+                   and (one.restart or not one.runs or facts.unit.is_foreign)
                    for one in plan(facts, entry))  # fmt: skip
     refused = restart_problem(facts.unit)
+    if refused and facts.unit.is_foreign and facts.restart_stops:
+        refused = _stops(refused)
     return (refused,) if refused and not found and restarts else found
 
 
@@ -215,6 +225,8 @@ def unreachable(facts: DockerFacts) -> Problem:
 
 def outdated(facts: DockerFacts) -> Problem:
     """Return the problem of a docker that has not been restarted since its unit names another file."""
+    if facts.unit.is_foreign and (problem := restart_problem(facts.unit)):
+        return problem
     named, running = " ".join(facts.unit.command), " ".join(facts.unit.running)
     what = f"the running docker does not read {facts.config_path}, which its unit names since it was changed"
     seen = f"systemctl show {UNIT}: {named}\n/proc/PID/cmdline of dockerd: {running}"
@@ -230,10 +242,14 @@ def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
     if facts.is_unreachable:
         return (unreachable(facts),)
     if facts.active and facts.unit.is_outdated and facts.restart_stops:
-        one = outdated(facts)
+        one = _stops(outdated(facts))
         seen = f"{one.evidence}\nrunning containers: {', '.join(facts.running_containers)}"
-        return (replace(one, evidence=seen, next_step=f"{one.next_step}  # this stops the containers"),)
+        return (replace(one, evidence=seen),)
     return ()
+
+
+def _stops(problem: Problem) -> Problem:
+    return replace(problem, next_step=f"{problem.next_step}  # this stops the containers")
 
 
 def _flag_problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ...]:

@@ -60,7 +60,8 @@ class DockerUnit:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The effective arguments: the unit's if they can be read, else those of the running dockerd."""
-        return _arguments(self.command) or _arguments(self.running)
+        is_readable = any(word.rpartition("/")[2] == "dockerd" for word in self.command)
+        return _arguments(self.command if is_readable else self.running)
 
     @property
     def config_path(self) -> str:
@@ -72,6 +73,11 @@ class DockerUnit:
         """Whether the running dockerd reads another file than its unit names: only a restart helps."""
         running = _arguments(self.running)
         return bool(running) and _config_path(running) != self.config_path
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether systemd did not start the running dockerd: it can neither reload nor restart it."""
+        return self.load == "loaded" and self.active in ("inactive", "failed") and bool(self.running)
 
     @property
     def is_disabled(self) -> bool:

@@ -436,6 +436,20 @@ def test_a_docker_that_the_run_installs_decides_by_its_version() -> None:
     assert change.summary().endswith("start docker (it does not run), with features.cdi if that is docker 25 to 28.1")
 
 
+@pytest.mark.parametrize("running", [(), ("a",)])
+def test_docker_that_systemd_did_not_start_is_a_problem(running: tuple[str, ...]) -> None:
+    """systemd would start a second dockerd beside it, which fails; it can't reload the first."""
+    unit = DockerUnit(load="loaded", active="failed", command=("dockerd",), running=("dockerd", "--config-file=/x"))
+    facts = replace(parse_info(INFO_20_10), installed=True, unit=unit, running_containers=running)
+    (problem,) = problems(facts, NVIDIA)
+    assert "dockerd --config-file=/x" in problem.evidence and "kill $pid; " in problem.next_step
+    assert problem.next_step.endswith("# this stops the containers") is bool(running)
+    text = f'{{"runtimes": {{"nvidia": {ENTRY}}}}}'
+    same_file = replace(unit, running=("dockerd",))
+    configured = replace(facts, config_text=text, runtimes={"nvidia": RUNTIME}, unit=same_file)
+    assert problems(configured, NVIDIA) == ()
+
+
 @pytest.mark.parametrize(
     ("refusing", "evidence", "next_step"),
     [

@@ -275,9 +275,10 @@ def test_what_a_rule_follows_from_exists(rule: Any) -> None:
 PROGRAMS = {
     "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "compute-sanitizer", "curl", "dkms", "dmesg", "docker", "echo",
     "gpuprov",
-    "grep", "journalctl", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
+    "grep", "journalctl", "kill", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
     "nvidia-bug-report.sh", "nvidia-ctk", "nvidia-imex-ctl", "openssl",
-    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "poweroff", "printf", "rm", "sed", "setsebool", "sh", "snap",
+    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "pid=$(cat", "poweroff",
+    "printf", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
 
