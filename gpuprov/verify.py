@@ -20,7 +20,7 @@ from gpuprov.core.units import is_active
 from gpuprov.driver import fabric_manager, imex
 from gpuprov.driver.precompiled import module_package
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS
+from gpuprov.facts.boot import NODES, REFRESH, lacking
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric, gather_imex
 from gpuprov.facts.host import manager_on
@@ -122,6 +122,9 @@ def _device_nodes(system: System) -> Values:
     if driver.closed:
         modes = ", ".join(f"{node.path} (it should be {node.mode:04o})" for node in driver.closed)
         raise Failed(f"other users than root may not open {modes}; run gpuprov install, which opens it")
+    if absent := lacking(system):
+        reason = f"{absent[0]} is missing: the next boot may make no device nodes and no CDI specification"
+        raise Failed(f"{reason}; run gpuprov install")
     return f"{len(driver.nodes)} present", ""
 
 
@@ -216,9 +219,8 @@ def _modules(system: System, spec: HostSpec) -> Values:
 
 
 def _units(system: System) -> Values:
-    links = {name: system.status(f"{WANTS}/{name}") for name in (NODES, REFRESH)}
-    if lacking := [name for name, link in links.items() if link is None or link.target != f"{UNITS}/{name}"]:
-        raise Failed(f"{', '.join(lacking)} will not start at boot; run gpuprov install again")
+    if missing := lacking(system):
+        raise Failed(f"{', '.join(missing)} is missing; run gpuprov install again")
     return f"{NODES}, {REFRESH}", ""
 
 

@@ -55,6 +55,16 @@ MANAGED = (
 )  # fmt: skip
 
 
+# Each version has these, whatever the host's options are.
+_NEEDED = (PROGRAM, *(f"{folder}/{name}" for name in (NODES, REFRESH, WATCH) for folder in (UNITS, WANTS)))
+
+
+def lacking(system: System) -> tuple[str, ...]:
+    """Return the missing files, and links of units, that each boot of a host set up by gpuprov needs."""
+    missing = tuple(path for path in _NEEDED if system.status(path) is None)
+    return missing if len(missing) < len(_NEEDED) else ()
+
+
 def python_of(unit: bytes) -> str:
     """Return the Python with which a gpuprov unit of any version runs the boot program, "" for another file."""
     found = _PYTHON.search(unit.decode("utf-8", "replace"))
@@ -68,7 +78,7 @@ class BootFacts:
     `enabled`: the link by which a unit of ours is started at boot → where it leads. `persistence_packaged`: a package
     brings nvidia-persistenced with its unit. `ssh_keygen`: the host can make SSH host keys. `confidential`: this is a
     virtual machine with encrypted memory, whose GPUs may be in the mode of confidential computing. `mps`: the host has
-    the program of MPS.
+    the program of MPS. `lacking`: of what each boot needs.
     """
 
     enabled: Mapping[str, str] = field(default_factory=dict)
@@ -76,6 +86,7 @@ class BootFacts:
     ssh_keygen: bool = False
     confidential: bool = False
     mps: bool = False
+    lacking: tuple[str, ...] = ()
 
 
 def gather_boot(system: System) -> BootFacts:
@@ -83,7 +94,8 @@ def gather_boot(system: System) -> BootFacts:
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
     packaged = any(system.exists(path) for path in _PACKAGED)
     ssh_keygen = system.exists(SSH_KEYGEN) and system.exists("/etc/ssh")
-    return BootFacts(links, packaged, ssh_keygen, _is_encrypted(system), system.exists(MPS_PROGRAM))
+    mps = system.exists(MPS_PROGRAM)
+    return BootFacts(links, packaged, ssh_keygen, _is_encrypted(system), mps, lacking(system))
 
 
 def _is_encrypted(system: System) -> bool:

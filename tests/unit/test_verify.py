@@ -22,6 +22,7 @@ from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.engines import other_engines
+from gpuprov.facts.boot import NODES, PROGRAM, UNITS
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.verify import verify
@@ -256,6 +257,8 @@ def test_no_runtime_no_container(host: RecordedHost, daemon_json: str | None, lo
         (RUNTIME, None, "runtime nvidia", f"{RUNTIME} is missing; run gpuprov install"),
         ("/dev/nvidia1", None, "device nodes", "/dev/nvidia1 is missing; run gpuprov install, which makes it"),
         ("/proc/driver/nvidia/version", None, "device nodes", "modprobe nvidia"),
+        (f"{UNITS}/{NODES}", b"", "device nodes", "/usr/lib/gpuprov/boot.pyz is missing"),
+        (PROGRAM, b"", "device nodes", f"{UNITS}/{NODES} is missing"),
         (toolkit.CDI_SPECIFICATION, None, "CDI specification", "is missing"),
         (toolkit.CDI_SPECIFICATION, b"{}", "CDI specification", "does not describe the driver and GPUs"),
     ],
@@ -265,6 +268,7 @@ def test_a_file_that_is_missing_or_old_fails(
 ) -> None:
     host.remove(path)
     if content is not None:
+        host.make_directory(str(Path(path).parent))
         host.write(path, content)
     good, done = checks(host)
     assert (good, done[failed].status, reason in done[failed].reason) == (False, "failed", True)

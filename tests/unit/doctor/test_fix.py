@@ -125,6 +125,12 @@ CASES = (
     Case("runtime-missing", gone(LAUNCHER), (_RUNTIME,)),
     Case("runtime-not-executable", lambda host: (host.root / LAUNCHER).chmod(0o644), (_RUNTIME,)),
     Case("runtime-files-missing", gone("usr/lib/gpuprov/runtime_hook/main.py"), (_RUNTIME,)),
+    Case("boot-incomplete", gone("usr/lib/gpuprov/boot.pyz"), ("prepare the next boot",)),
+    Case(
+        "boot-incomplete",
+        gone("etc/systemd/system/multi-user.target.wants/gpuprov-refresh.path"),
+        ("prepare the next boot",),
+    ),
     Case("hook-missing", gone("usr/bin/nvidia-container-runtime-hook"), (_RUNTIME, "restart docker.service")),
     Case("nodes-missing", gone("dev/nvidia0"), ("make device node /dev/nvidia0 (c 195:0)",)),
     Case("nodes-closed", lambda host: (host.root / "dev/nvidia0").chmod(0o600), ("chmod 0666 /dev/nvidia0",)),
