@@ -89,7 +89,7 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     for rank, cause in enumerate(causes, 1):
         sink(_event(rank, cause))
         if cause.finding.confidence == WARNING:
-            sink(Note(f"{cause.finding.what}; {cause.finding.next_step}", "warning"))
+            sink(Note(f"{cause.finding.what}; {_next_step(cause, causes)}", "warning"))
     if x.memory_fault:
         sink(Note(f"{x.memory_fault}: nothing is compared with it; {FORGET}", "warning"))
     if silent := x.host.docker.unit.silent or x.host.fabric.silent:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -12,6 +13,7 @@ from gpuprov.doctor.examine import diagnose, report
 from gpuprov.doctor.finding import AREAS
 from gpuprov.doctor.snapshot import ModuleFile
 from gpuprov.engines.docker_unit import last_words
+from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CauseFound, CheckDone, Event, Note, from_line, to_line
@@ -176,6 +178,17 @@ def test_nothing_is_typed_against_a_consequence_before_its_first_cause_is_gone(h
         steps[name].startswith("first: ") or steps[name] == steps[root] for name, root in followed.items() if root
     )
     assert not steps["daemon-json-broken"].startswith("first: ")
+
+
+@pytest.mark.parametrize("name", ["gpuprov-nodes.service", "gpuprov-refresh.service"])
+def test_a_unit_without_its_python_is_not_to_be_started(host: DoctorHost, name: str) -> None:
+    x = unit(name, active="failed", result="exit-code")(examined(host))
+    python = Interpreter(PYTHON, deployed="/usr/bin/python3.8", fault=MISSING)
+    told: list[Event] = []
+    gone = replace(x, host=replace(x.host, interpreter=python))
+    (problem,) = report(gone, diagnose(gone), told.append).problems
+    warnings = [event.message for event in told if isinstance(event, Note)]
+    assert any(one.endswith(f"; first: {problem.next_step}") for one in warnings), warnings
 
 
 def test_a_kernels_log_that_cannot_be_read_is_told(host: DoctorHost) -> None:
