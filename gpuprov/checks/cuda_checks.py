@@ -35,6 +35,7 @@ _SECONDS = 120
 # They wait for the end of their input, which never comes: the first program that the image has.
 _WAIT, _WAITING = (("sh", "-c", "read line"), ("python3", "-c", "input()")), ("--detach", "--interactive")
 _NOT_EXECUTABLE = 126
+_NO_PROGRAM = re.compile("not found|no such file|permission denied", re.IGNORECASE)
 DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 KERNEL, OWN = "kernel", "own"
 ALONE = ("-I", "-S", "-E", "-B")
@@ -351,8 +352,11 @@ def _readable(done: Completed | None, where: str) -> Calls:
     if isinstance(found, str) and done.unanswered:
         raise Failed(f"CUDA's calls on {where}: the program {found}; dmesg | grep -i -e nvrm -e xid")
     if isinstance(found, str):
-        # docker exec ends with 126 for it, docker run with 127.
+        # docker exec ends with 126 for it, docker run with 127; both also if the engine can start no program at all.
         missing = done.returncode in (_NOT_EXECUTABLE, NOT_FOUND)
+        if missing and (words := done.stderr.strip() or done.stdout.strip()) and not _NO_PROGRAM.search(words):
+            look = "; df -h /tmp; df -i /tmp" if "/tmp/" in words else ""
+            raise Failed(f"{where}: no program can be started in it: {words[-_LONGEST_WORD:]}{look}")
         raise Skipped(f"{where} has no python3 with ctypes" + ("" if missing else f": it {found}"))
     return found
 

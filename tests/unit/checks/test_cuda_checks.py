@@ -231,6 +231,20 @@ def test_calls_that_hang_or_crash_are_no_missing_python(case: Case, key: str, an
     assert f"exited {answer[0]}" in found["CUDA"].reason and "dmesg" in found["CUDA"].reason
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        # docker 20.10 with a full /tmp prints it on standard output, docker 26 on standard error.
+        (126, "OCI runtime exec failed: open /tmp/runc-process2207876851: no space left on device: unknown\n", ""),
+        (127, "", "OCI runtime exec failed: open /tmp/runc-process42: read-only file system: unknown\n"),
+    ],
+)
+def test_an_engine_that_starts_no_program_is_no_missing_python(case: Case, answer: tuple[int, str, str]) -> None:
+    case.host.answers["all"] = answer
+    found = case.checks()["CUDA"]
+    assert (found.status, "OCI runtime exec failed: open /tmp/runc-process" in found.reason) == ("failed", True), found
+
+
 @pytest.mark.parametrize("none", [(0, failing("cuInit", 100), ""), (0, output(()), "")])
 def test_an_image_with_a_libcuda_of_its_own_may_have_no_gpu(case: Case, none: tuple[int, str, str]) -> None:
     case.host.answers["void"] = none
