@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpuprov.agent.probe import Probe, account_problem, sudo_problem
-from gpuprov.core.commands import Completed
+from gpuprov.core.commands import NOT_EXECUTABLE, Completed
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.protocol.errors import Problem
 
@@ -53,7 +53,7 @@ def unfinished_problem(
         next_step = "the agent on the host continues; run the same command again to get its result"
         return Problem("the connection to the host dropped during the run", seen, next_step)
     # If the connection itself becomes root, as Ansible's does, sudo's refusal replaces the agent's events.
-    refused = sudo_problem("\n".join((done.stderr, *strays))) if done.returncode == 1 else None
+    refused = sudo_problem("\n".join((done.stderr, *strays))) if done.returncode in (1, NOT_EXECUTABLE) else None
     if refused is not None:
         return refused
     if by_ansible and done.returncode == 1 and not (done.stderr.strip() or strays):

@@ -21,7 +21,7 @@ from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, Candidate, 
 from gpuprov.checks.cuda.survey import Survey, survey
 from gpuprov.checks.engines import ALL, LIBRARIES, DockerLike, EngineTest, ended
 from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
-from gpuprov.core.commands import NOT_FOUND, Completed
+from gpuprov.core.commands import NOT_EXECUTABLE, NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
 from gpuprov.protocol.codec import Line, Name, WrongDataError, load, parse
@@ -34,7 +34,6 @@ _PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
 _SECONDS = 120
 # They wait for the end of their input, which never comes: the first program that the image has.
 _WAIT, _WAITING = (("sh", "-c", "read line"), ("python3", "-c", "input()")), ("--detach", "--interactive")
-_NOT_EXECUTABLE = 126
 _NO_PROGRAM = re.compile("not found|no such file|permission denied", re.IGNORECASE)
 DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 KERNEL, OWN = "kernel", "own"
@@ -353,7 +352,7 @@ def _readable(done: Completed | None, where: str) -> Calls:
         raise Failed(f"CUDA's calls on {where}: the program {found}; dmesg | grep -i -e nvrm -e xid")
     if isinstance(found, str):
         # docker exec ends with 126 for it, docker run with 127; both also if the engine can start no program at all.
-        missing = done.returncode in (_NOT_EXECUTABLE, NOT_FOUND)
+        missing = done.returncode in (NOT_EXECUTABLE, NOT_FOUND)
         if missing and (words := done.stderr.strip() or done.stdout.strip()) and not _NO_PROGRAM.search(words):
             look = "; df -h /tmp; df -i /tmp" if "/tmp/" in words else ""
             raise Failed(f"{where}: no program can be started in it: {words[-_LONGEST_WORD:]}{look}")

@@ -36,6 +36,7 @@ _PASSED_ENVIRONMENT = (
 _CHUNK = 1 << 16
 _PATIENCE_SECONDS = 5.0
 _LONGEST_LINE = 1 << 20
+NOT_EXECUTABLE = 126
 NOT_FOUND = 127
 TIMED_OUT = 124
 # How systemctl says that systemd, or the bus to it, does not answer; its exit code is that of a unit that is disabled.
@@ -153,7 +154,7 @@ def run_command(
     except FileNotFoundError:
         return Completed(argv, NOT_FOUND, "", f"{argv[0]}: command not found")
     except OSError as error:
-        return Completed(argv, 126, "", f"{argv[0]}: {str(error.strerror).lower()}")
+        return Completed(argv, NOT_EXECUTABLE, "", f"{argv[0]}: {str(error.strerror).lower()}")
     with process:
         try:
             out, err, in_time = _communicate(process, stdin, begun + timeout, on_line, stop, most)

@@ -20,7 +20,8 @@ import gpuprov
 from gpuprov import protocol
 from gpuprov.agent.agent import LATE_MODULES
 from gpuprov.agent.probe import Probe, Python
-from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command
+from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command, unfinished_problem
+from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
@@ -488,3 +489,8 @@ def test_what_root_makes_in_a_users_home_is_that_users(tmp_path: Path, monkeypat
     agent_file.keep(tmp_path / ".cache/gpuprov/agent.pyz", AGENT)
     folders = (tmp_path / ".cache", tmp_path / ".cache/gpuprov")
     assert [(one.stat().st_uid, one.stat().st_gid) for one in folders] == [(65534, 65534)] * 2
+
+
+def test_sudo_that_lets_no_program_start_another_one_ends_the_agent() -> None:
+    done = Completed(("sudo",), 126, "", "sh: 1: exec: sh: Permission denied\n")
+    assert "(NOEXEC)" in unfinished_problem(done, []).what

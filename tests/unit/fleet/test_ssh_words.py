@@ -341,6 +341,8 @@ def test_an_account_that_runs_nothing(returncode: int, said: str, what: str | No
     ("said", "what"),
     [
         ("sudo: sorry, you must have a tty to run sudo", "requires a terminal"),
+        ("sh: 1: exec: sh: Permission denied", "NOEXEC"),
+        ("bash: line 1: exec: sh: cannot execute: Permission denied", "NOEXEC"),
         ("sh: 1: exec: /usr/bin/python3: Permission denied", "lets no program start another one (NOEXEC)"),
         ("ops is not in the sudoers file.", "ops is not in sudoers on the host"),
         ("Sorry, user ops is not allowed to execute '/bin/sh' as root on a.", "ops may run some commands with sudo"),
