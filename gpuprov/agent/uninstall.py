@@ -280,13 +280,17 @@ def _irreversible(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
     """
     entries = [(run, entry) for run in reversed(runs) for entry in reversed(run.undoable)]
     sentences: list[str] = []
+    skipped: set[str] = set()
     for number, (run, entry) in enumerate(entries):
         earlier = tuple(one.before for _, one in entries[:number] if one.kind == entry.kind)
         kind = kind_of(run, entry, CHANGE_KINDS)
         sentences += kind.irreversible(system, entry.before, entry.outcome, earlier)
+        skipped.update(kind.skipped_paths(system, entry.before))
     written = journal.written_files(reversed(runs))
     changed = [path for path, (digest, _) in written.items() if (now := file_digest(system, path)) and now != digest]
-    sentences += [f"{path} was changed after gpuprov wrote it; that change goes too" for path in changed]
+    sentences += [
+        f"{path} was changed after gpuprov wrote it; that change goes too" for path in changed if path not in skipped
+    ]
     return (*dict.fromkeys(sentences), *_stopped(system, runs))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import posixpath
 import re
 import tarfile
 from collections.abc import Mapping
@@ -22,6 +23,7 @@ from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 
 CONTAINER_SECONDS = 120
 _PULL_SECONDS = 1800
@@ -355,6 +357,9 @@ def ended(test: EngineTest, done: Completed) -> str:
     hint = test.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
     if done.returncode in (126, 127) and _RUNTIME.search(line) and not _ITS_PROGRAM.search(line):
         hint = f"the OCI runtime starts no container: {test.engine.name} info names it; correct what it says"
+    # docker looks for the hook of --gpus on the host.
+    if f'"{posixpath.basename(NVIDIA_HOOK_PATH)}": executable file not found' in line:
+        hint = "gpuprov install puts it back"
     # gpuprov's own runtime suggests the next step itself.
     if "gpuprov:" in line:
         hint = ""

@@ -321,6 +321,13 @@ def test_a_roll_back_tells_it_too(host: FakeHost) -> None:
     assert isinstance(events[1], Note)
 
 
+def test_a_hook_that_nvidias_package_replaced_stays_and_does_not_go(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    (host.root / "usr/bin/nvidia-container-runtime-hook").write_text("NVIDIA's")
+    told = [one for one in warnings(carry_out(host, "rollback")) if "runtime-hook" in one]
+    assert told == ["/usr/bin/nvidia-container-runtime-hook stays: it is no longer gpuprov's"]
+
+
 class WithContainers(FakeHost):
     """A host with containers that docker lists for that word: those that run, or those that were stopped."""
 

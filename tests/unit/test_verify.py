@@ -462,6 +462,8 @@ ENDED = [
     (127, "Error: runc: runc create failed: unable to start container process: error during init",
      "OCI runtime starts"),
     (127, "Error: crun: executable file `nvidia-smi` not found in $PATH: No such file", "the container did not get it"),
+    (127, 'docker: Error response: exec: "nvidia-container-runtime-hook": executable file not found in $PATH.',
+     "; gpuprov install puts it back"),
 ]  # fmt: skip
 
 
