@@ -11,13 +11,14 @@ from gpuprov.doctor.rules import Seen, conditions, rule, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.engines.docker_unit import decisive_lines, listens_at
+from gpuprov.engines.docker_unit import decisive_lines, flag_values, listens_at
 from gpuprov.protocol.errors import Problem
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
 _UNIT = "docker.service"
+_CONTAINERD = "containerd.service"
 _FLAGS_TWICE = "specified both as a flag and in the configuration file"
 _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
 _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
@@ -25,6 +26,12 @@ conditions({
     "docker-masked": lambda x: x.host.docker.unit.load == "masked" and seen_of(engine.MASKED),
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
         and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
+    # A containerd that is an engine of its own has the rule engine-down.
+    "docker-containerd-down": lambda x: (unit := x.units.get(_CONTAINERD)) is not None and x.host.docker.active
+        and unit.load == "loaded" and "containerd" not in x.spec.engines
+        and (unit.active in ("inactive", "failed") or (unit.active == "activating" and unit.result != "success"))
+        and flag_values(x.host.docker.unit.arguments, "--containerd")[-1:] == ("/run/containerd/containerd.sock",)
+        and Seen(f"systemctl show {_CONTAINERD}: {unit.active}, {unit.result}"),
     "docker-is-podman": lambda x: "podman-docker" in x.host.packages.installed
         and "package podman-docker is installed",
     "docker-rootless": lambda x: x.rootless and Seen(x.rootless[0], user=x.rootless[0].split("/")[3]),

@@ -93,6 +93,15 @@ ENGINE_ROWS = (
     Row("docker-unit-changed",
         docker(unit=DockerUnit("loaded", "", "failed", "", ("dockerd",), ("dockerd", "--config-file=x"))),
         "systemctl show docker.service: failed", "kill $pid; "),
+    # `Restart=always`: systemd waits to start it once more.
+    Row("docker-containerd-down",
+        both(docker(unit=DockerUnit("loaded", command=("dockerd", "--containerd=/run/containerd/containerd.sock"))),
+             unit("containerd.service", active="activating", result="exit-code")),
+        "systemctl show containerd.service: activating, exit-code", "systemctl restart containerd"),
+    Row("docker-containerd-down",
+        both(docker(unit=DockerUnit("loaded", command=("dockerd", "--containerd=/run/containerd/containerd.sock"))),
+             unit("containerd.service", active="failed", result="oom-kill")),
+        "systemctl show containerd.service: failed, oom-kill", "systemctl restart containerd"),
     Row("docker-host",
         both(docker(unit=DockerUnit(load="loaded", command=("dockerd",)), address="unix:///var/run/docker.sock"),
              text("/etc/environment", "DOCKER_HOST=tcp://build.example:2375\n")),
@@ -296,6 +305,8 @@ def _package(name: str, version: str) -> str:
 
 
 ENGINE_GROUPS = (
+    Group("containerd is stopped under docker", ("systemctl stop containerd.service",),
+          frozenset({"docker-containerd-down"})),
     Group("docker is disabled and its clients are sent elsewhere",
           ("systemctl disable --now docker.service docker.socket",
            "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment"),
