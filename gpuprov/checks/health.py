@@ -286,7 +286,8 @@ def problems_of(found: Iterable[HealthFound]) -> Iterator[Problem]:
     for (verdict, what), ours in alike.items():
         gpus = ", ".join(one.gpu for one in ours if one.gpu)
         evidence = "\n".join(one.evidence for one in ours)
-        yield Problem(f"{verdict}: {f'GPU {gpus}: ' if gpus else ''}{what}", evidence, ours[0].next_step)
+        step = ours[0].next_step.replace(f"-i {ours[0].gpu} ", f"-i {gpus.replace(' ', '')} ")
+        yield Problem(f"{verdict}: {f'GPU {gpus}: ' if gpus else ''}{what}", evidence, step)
 
 
 def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:

@@ -270,6 +270,7 @@ def test_the_same_trouble_of_several_gpus_is_told_once(tmp_path: Path) -> None:
     host.report = report_of(*["<persistence_mode>Disabled</persistence_mode>"] * 2)
     (problem,) = examine(host, lambda event: None).problems
     assert problem.what.startswith("degraded: GPU 0, 1: persistence mode is off")
+    assert problem.next_step.endswith("nvidia-smi -i 0,1 -pm 1")
     assert re.findall(r"GPU-\d", problem.evidence) == ["GPU-0", "GPU-1"]
 
 
