@@ -20,7 +20,7 @@ from gpuprov.core.units import is_active
 from gpuprov.driver import fabric_manager, imex
 from gpuprov.driver.precompiled import module_package
 from gpuprov.engines.docker import gather as gather_docker
-from gpuprov.facts.boot import NODES, REFRESH, lacking
+from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS, lacking
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric, gather_imex
 from gpuprov.facts.host import manager_on
@@ -219,8 +219,10 @@ def _modules(system: System, spec: HostSpec) -> Values:
 
 
 def _units(system: System) -> Values:
-    if missing := lacking(system):
-        raise Failed(f"{', '.join(missing)} is missing; run gpuprov install again")
+    links = {f"{WANTS}/{name}": f"{UNITS}/{name}" for name in (NODES, REFRESH)}
+    elsewhere = [path for path, unit in links.items() if (link := system.status(path)) and link.target != unit]
+    if missing := (*lacking(system), *elsewhere):
+        raise Failed(f"{', '.join(missing)} is missing or leads elsewhere; run gpuprov install again")
     return f"{NODES}, {REFRESH}", ""
 
 

@@ -227,7 +227,7 @@ def test_a_site_has_its_own_servers(servers: Callable[[object], HostSpec], rocky
 
 @pytest.mark.parametrize(
     "content",
-    [[], {"format": 2, "servers": {}}, {"format": 1}, {"format": 1, "servers": ["epel"]},
+    [[], {"format": 0, "servers": {}}, {"format": 1}, {"format": 1, "servers": ["epel"]},
      {"format": 1, "servers": {"epl": "https://a"}}, {"format": 1, "servers": {"epel": "ftp://a"}},
      {"format": 1, "servers": {"epel": "https://a {major}"}}],
 )  # fmt: skip
