@@ -64,8 +64,10 @@ def _read(path: Path, name: str, _changed: int, _size: int) -> _File:
     """
     by_name: dict[str, list[KnownKey]] = collections.defaultdict(list)
     others: list[tuple[str, KnownKey]] = []
-    for number, words in enumerate(map(str.split, path.read_text("utf-8", "replace").splitlines()), 1):
-        marker = words.pop(0) if words and words[0].startswith("@") else ""
+    # As for ssh(1), nothing else ends a line or a word: a comment, which may be a host's, must not become a line.
+    for number, line in enumerate(path.read_bytes().decode("utf-8", "replace").split("\n"), 1):
+        words = re.split("[ \t]+", line.strip(" \t\r"))
+        marker = words.pop(0) if words[0].startswith("@") else ""
         if len(words) < 3 or words[0].startswith("#") or marker not in ("", *_MARKERS):
             continue
         try:
@@ -124,13 +126,13 @@ class KnownHosts:
     def store(self, name: str, key_type: str, key: bytes) -> None:
         """Append a key to the user's file. Raises OSError."""
         path = expanded(self.user_files[0])
-        line = f"{name} {key_type} {base64.b64encode(key).decode()}\n"
+        line = f"{name} {key_type} {base64.b64encode(key).decode()}\n".encode()
         with _WRITING:
             make_user_folder(path.parent)
             handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
-            with os.fdopen(handle, "r+") as file:
-                text = file.read() if path.is_file() else ""
-                file.write(line if not text or text.endswith("\n") else "\n" + line)
+            with os.fdopen(handle, "r+b") as file:
+                content = file.read() if path.is_file() else b""
+                file.write(line if not content or content.endswith(b"\n") else b"\n" + line)
 
 
 @dataclass(frozen=True)

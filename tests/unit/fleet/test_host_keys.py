@@ -161,13 +161,14 @@ def test_a_file_whose_name_has_a_colon_is_named_whole(tmp_path: Path) -> None:
     assert refusal(SECOND, user, tmp_path / "none", accept_new=True)[2].count(f" -f {user},") == 1
 
 
-@pytest.mark.parametrize("ending", ["\n", ""])
+@pytest.mark.parametrize("ending", ["\n", "", " caf\xe9", " caf\xe9\n"])
 def test_each_stored_key_has_a_line_of_its_own_and_no_line_is_empty(user: Path, ending: str) -> None:
     known = KnownHosts((str(user),), ())
     known.store(NAME, FIRST.get_name(), FIRST.asbytes())
-    user.write_text(user.read_text().rstrip("\n") + ending)
+    before = user.read_text().rstrip("\n") + ending
+    user.write_text(before, "latin-1")
     known.store("lab-b", SECOND.get_name(), SECOND.asbytes())
-    assert user.read_text() == line(FIRST) + line(SECOND, "lab-b")
+    assert user.read_text("latin-1") == before.rstrip("\n") + "\n" + line(SECOND, "lab-b")
 
 
 def test_only_the_user_may_read_what_is_stored(tmp_path: Path) -> None:
@@ -254,6 +255,11 @@ def test_keys_come_in_the_order_of_the_file_with_their_lines() -> None:
         ("lab-a ssh-rsa A\nlab-a ssh-rsa AAAA", 1),
         ("x y\nlab-a ssh-rsa AAAA", 1),
         ("# x\n@cert-authority lab-a ssh-rsa AAAA\nlab-a ssh-rsa AAAA", 1),
+        # A comment may be of another host: only \n ends its line, for ssh too.
+        *((f"x ssh-rsa AAAA root{sign}lab-a ssh-rsa AAAA", 0) for sign in "\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"),
+        ("\flab-a ssh-rsa AAAA", 0),
+        ("lab-a\xa0ssh-rsa\xa0AAAA", 0),
+        (" \tlab-a\tssh-rsa \t AAAA\r\n", 1),
     ],
 )
 def test_lines_as_people_and_programs_write_them(text: str, count: int) -> None:
