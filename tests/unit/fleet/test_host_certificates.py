@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from gpuprov.fleet.host_certificates import certificate_fault
 
@@ -72,6 +73,37 @@ def test_what_a_certificate_says(folder: Path, words: tuple[str, ...], host: str
     authority = key(folder, "ca", "ed25519")
     found = signed(folder, authority, words, key(folder, "host", "ed25519"))
     assert certificate_fault(*found, host, {content(folder / "ca.pub")[1]}, NOW) == fault
+
+
+def string(*parts: bytes) -> bytes:
+    return b"".join(len(part).to_bytes(4, "big") + part for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("identity", "principals", "kind", "fault"),
+    [
+        (b"x", (b"gpu1",), b"ssh-ed25519", ""),
+        (b"x", (b"gpu1", *[b"x"] * 255), b"ssh-ed25519", ""),
+        (b"x", (b"gpu1", *[b"x"] * 256), b"ssh-ed25519", "has 257 names, more than ssh reads"),
+        (b"x", (b"gpu1\0.example.org",), b"ssh-ed25519", "has a NUL in a name"),
+        (b"x", (b"gpu1", b"gpu2\0"), b"ssh-ed25519", "has a NUL in a name"),
+        (b"x\0y", (b"gpu1",), b"ssh-ed25519", "has a NUL in a name"),
+        # The library takes such an authority for the plain key in it.
+        (b"x", (b"gpu1",), b"sk-ssh-ed25519@openssh.com", "is signed by no authority that known_hosts trusts for it"),
+    ],
+)
+def test_what_ssh_keygen_does_not_sign(identity: bytes, principals: tuple[bytes, ...], kind: bytes, fault: str) -> None:
+    authority = Ed25519PrivateKey.generate()
+    public = authority.public_key().public_bytes_raw()
+    signer = string(kind, public, *([b"ssh:"] if kind.startswith(b"sk-") else ()))
+    of_host = string(b"\1" * 32)
+    body = (
+        string(b"ssh-ed25519-cert-v01@openssh.com", b"nonce") + of_host + bytes(11) + b"\2"
+        + string(identity, string(*principals)) + bytes(8) + b"\xff" * 8 + string(b"", b"", b"", signer)
+    )  # fmt: skip
+    made = body + string(string(kind, authority.sign(body)))
+    own, trusted = string(b"ssh-ed25519") + of_host, {string(b"ssh-ed25519", public)}
+    assert certificate_fault("ssh-ed25519-cert-v01@openssh.com", made, own, "gpu1", trusted, NOW) == fault
 
 
 def test_one_signed_with_sha1_proves_nothing(folder: Path) -> None:
