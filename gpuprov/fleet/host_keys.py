@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpuprov.core.files import expanded, make_user_folder
-from gpuprov.fleet.host_certificates import certificate_fault
+from gpuprov.fleet.host_certificates import certificate_fault, signature_by
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")
@@ -140,21 +140,24 @@ class KeyCheck:
     """paramiko's policy for a server that it has no key for, which we make every server: the check is all ours."""
 
     known: KnownHosts
-    name: str
+    host: str
     accept_new: bool
+    port: int = 22
 
     @property
-    def host(self) -> str:
-        """The name that a certificate must have: without a port."""
-        bracketed = re.fullmatch(r"\[(.+)\]:\d+", self.name)
-        return bracketed[1] if bracketed else self.name
+    def name(self) -> str:
+        return known_hosts_name(self.host, self.port)
 
     def missing_host_key(self, _client: Any, _hostname: str, key: Any) -> None:
         """Return if the server may be trusted; raises GpuprovError (exit code 4) otherwise."""
         offered, key_type = key.asbytes(), key.get_name()
+        certificate = key.public_blob.key_blob if key.public_blob else b""
         known = self.known.keys(self.name)
         same = [entry for entry in known if entry.key == offered]
-        is_revoked = any(entry.revoked for entry in same)
+        revoked = [entry.key for entry in known if entry.revoked]
+        # Then ssh(1) does not go by the key either, which may be known.
+        unsigned = any(signature_by(certificate, one) for one in revoked)
+        is_revoked = offered in revoked or unsigned
         signers = self.authorities()
         fault = self._certificate_fault(key, signers) if signers else "is not asked for"
         if not is_revoked and (same or not fault):
@@ -165,7 +168,10 @@ class KeyCheck:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
             what = "revoked: do not trust this host until it has new ones"
             step = "on the host, as root: rm /etc/ssh/ssh_host_*_key*; ssh-keygen -A; then restart sshd"
-            if not is_revoked:
+            if unsigned:
+                what = "signed by an authority that is revoked: do not trust its certificate"
+                step = "have another authority sign the host's key, or remove HostCertificate from its sshd_config"
+            elif not is_revoked:
                 what = "changed: the host was reinstalled, or someone is intercepting the connection"
                 step = (f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f "
                         f"{others[0].place.rpartition(':')[0]}, then run again with {ACCEPT_OPTION}")  # fmt: skip

@@ -129,13 +129,14 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     """Replace Fabric's check of the server's key, which accepts every key, with gpuprov's."""
     options = connection.ssh_config
     # An alias stands in known_hosts without a port (ssh_config(5), HostKeyAlias).
-    name = options.get("hostkeyalias") or host_keys.known_hosts_name(connection.host, connection.port)
+    alias = options.get("hostkeyalias")
+    host, port = (alias, 22) if alias else (connection.host, connection.port)
     files = tuple(options.get("userknownhostsfile", " ".join(host_keys.USER_FILES)).split())
     system = tuple(options.get("globalknownhostsfile", " ".join(host_keys.SYSTEM_FILES)).split())
     known = host_keys.KnownHosts(files, system)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
-    check = host_keys.KeyCheck(known, name, accept_new=accept_new)
+    check = host_keys.KeyCheck(known, host, accept_new=accept_new, port=port)
     connection.client.set_missing_host_key_policy(check)
 
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.

@@ -93,7 +93,18 @@ def _keygen(*words: object) -> None:
         (("-h", "-n", "127.*"), ("@cert-authority * {authority}",), "its certificate is for 127.*"),
         (("-h", "-n", "127.0.0.1"), ("@cert-authority 127.0.0.2 {authority}",), "is unknown"),
         (("-h", "-n", "127.0.0.1"), ("@cert-authority * {other}",), "signed by no authority"),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {authority}"), "by no authority"),
+        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {authority}"), "is revoked"),
+        # A revoked authority stops ssh before it looks at the key.
+        (
+            ("-h", "-n", "127.0.0.1"),
+            ("@cert-authority * {authority}", "@revoked * {authority}", "[127.0.0.1]:{port} {key}"),
+            "is revoked",
+        ),
+        (("-h", "-n", "gpu1"), ("HostKeyAlias=gpu1", "@cert-authority gpu1 {authority}"), ""),
+        # An alias has no port, whatever it looks like.
+        (("-h", "-n", "gpu1"), ("HostKeyAlias=[gpu1]:22", "@cert-authority * {authority}"), "its certificate is for"),
+        (("-h", "-n", "gpu1"), ("HostKeyAlias=[gpu1]:22", "@cert-authority gpu1 {authority}"), "is unknown"),
+        (("-h", "-n", "[gpu1]:22"), ("HostKeyAlias=[gpu1]:22", "@cert-authority * {authority}"), ""),
         (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {key}"), "revoked"),
         (("-h", "-n", "gpu1"), ("@cert-authority * {authority}",), "its certificate is for gpu1"),
         (("-n", "127.0.0.1"), ("@cert-authority * {authority}",), "its certificate is a user's"),
@@ -118,12 +129,17 @@ def test_a_certificate_counts_as_it_does_for_ssh(
     }
     known = tmp_path / "known_hosts"
     with serving(more=more) as server:
-        known.write_text("".join(f"{line.format(port=server.port, **public)}\n" for line in lines))
-        options = ("StrictHostKeyChecking=yes", f"UserKnownHostsFile={known}", "GlobalKnownHostsFile=/dev/null")
+        aliases = [line for line in lines if line.startswith("HostKeyAlias=")]
+        known.write_text("".join(f"{line.format(port=server.port, **public)}\n" for line in lines[len(aliases) :]))
+        options = (
+            "StrictHostKeyChecking=yes", f"UserKnownHostsFile={known}", "GlobalKnownHostsFile=/dev/null", *aliases,
+        )  # fmt: skip
         words = ("-i", str(server.identity), "-p", str(server.port), *(f"-o{one}" for one in options), "root@127.0.0.1")
         done = subprocess.run(("ssh", "-F", "none", *words, "true"), check=False, capture_output=True, text=True)
         assert done.returncode == (255 if refused else 0), done.stderr
         target = server.target(tmp_path)
+        given = (*target.ssh_options, *(("HostKeyAlias", line.partition("=")[2]) for line in aliases))
+        target = dataclasses.replace(target, ssh_options=given)
         if refused:
             problem = failure(target, REFUSING).problems[0]
             assert refused in f"{problem.what}\n{problem.evidence}"
