@@ -158,12 +158,15 @@ class KeyCheck:
         # Then ssh(1) does not go by the key either, which may be known.
         unsigned = any(signature_by(certificate, one) for one in revoked)
         is_revoked = offered in revoked or unsigned
+        others = [entry for entry in known if not entry.revoked]
+        if not others:  # then ssh(1), too, goes by what stands there without a port
+            bare = [entry for entry in self.known.keys(self._names[-1]) if entry.key == offered]
+            same = [] if any(entry.revoked for entry in bare) else bare
         signers = self.authorities()
         fault = self._certificate_fault(key, signers) if signers else "is not asked for"
         if not is_revoked and (same or not fault):
             return
         offers = f"it offers {key_type} {fingerprint(offered)}" + (f"\nits certificate {fault}" if signers else "")
-        others = [entry for entry in known if not entry.revoked]
         if is_revoked or others:
             places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
             what = "revoked: do not trust this host until it has new ones"
@@ -200,7 +203,7 @@ class KeyCheck:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.name, self.host)))
+        return tuple(dict.fromkeys((self.name, known_hosts_name(self.host, 22))))
 
     def _certificate_fault(self, key: Any, signers: Sequence[KnownKey]) -> str:
         """Return why the server's certificate does not prove who it is; "" if it does."""

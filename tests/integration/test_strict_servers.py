@@ -112,6 +112,12 @@ def _keygen(*words: object) -> None:
         # ssh goes by the plain key then.
         (("-h", "-n", "gpu1"), ("@cert-authority * {authority}", "[127.0.0.1]:{port} {key}"), ""),
         ((), ("@cert-authority * {authority}",), "its certificate is missing"),
+        # A line without a port counts for a server that has none with its port.
+        ((), ("127.0.0.1 {key}", "[127.0.0.1]:1 {other}"), ""),
+        (("-h", "-n", "gpu1"), ("@cert-authority * {other}", "127.0.0.1 {key}"), ""),
+        ((), ("127.0.0.1 {key}", "@revoked 127.0.0.1 {key}"), "is unknown"),
+        ((), ("127.0.0.1 {other}",), "is unknown"),
+        ((), ("127.0.0.1 {key}", "[127.0.0.1]:{port} {other}"), "host key changed"),
     ],
 )  # fmt: skip
 def test_a_certificate_counts_as_it_does_for_ssh(
