@@ -83,6 +83,14 @@ def _read(path: Path, name: str, _changed: int, _size: int) -> _File:
     return by_name, others
 
 
+# One connection asks several times, and each hashed line costs a digest: ten thousand of them 50 ms.
+@functools.lru_cache(maxsize=8192)
+def _listed(path: Path, name: str, changed: int, size: int, host: str) -> tuple[KnownKey, ...]:
+    by_name, others = _read(path, name, changed, size)
+    found = (*by_name.get(host.lower(), ()), *(key for patterns, key in others if _names(patterns, host)))
+    return tuple(sorted(found, key=lambda key: int(key.place.rpartition(":")[2])))
+
+
 def _names(patterns: str, name: str) -> bool:
     """Say whether the first field of a known_hosts line matches this name."""
     if patterns.startswith("|1|"):
@@ -118,9 +126,7 @@ class KnownHosts:
             place = expanded(path)
             with contextlib.suppress(OSError):
                 status = place.stat()
-                by_name, others = _read(place, path, status.st_mtime_ns, status.st_size)
-                keys = (*by_name.get(name.lower(), ()), *(key for patterns, key in others if _names(patterns, name)))
-                found += sorted(keys, key=lambda key: int(key.place.rpartition(":")[2]))
+                found += _listed(place, path, status.st_mtime_ns, status.st_size, name)
         return tuple(key for key in found if key.authority == authorities)
 
     def store(self, name: str, key_type: str, key: bytes) -> None:
