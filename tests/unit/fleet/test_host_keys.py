@@ -155,6 +155,17 @@ def test_fingerprints_and_stored_keys_are_as_openssh_has_them(tmp_path: Path) ->
     assert known.keys("lab-a") == known.keys("[lab-b]:2222") == ()
 
 
+def test_a_hashed_authority_is_found_whatever_the_port_and_the_case_of_the_name(user: Path) -> None:
+    for name in (NAME, "lab-b"):
+        KnownHosts((str(user),), ()).store(name, FIRST.get_name(), FIRST.asbytes())
+    subprocess.run(("ssh-keygen", "-q", "-H", "-f", user), check=True, capture_output=True)
+    # ssh-keygen -H leaves lines with a marker as they are.
+    user.write_text("".join(f"@cert-authority {one}\n" for one in user.read_text().splitlines()))
+    for port in (22, 2222):
+        found = KeyCheck(KnownHosts((str(user),), ()), "Lab-A", accept_new=False, port=port).authorities()
+        assert [key.place for key in found] == [f"{user}:1"]
+
+
 def test_a_file_whose_name_has_a_colon_is_named_whole(tmp_path: Path) -> None:
     user = tmp_path / "of:me"
     user.write_text(line(FIRST))
