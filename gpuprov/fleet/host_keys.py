@@ -158,23 +158,22 @@ class KeyCheck:
         """Return if the server may be trusted; raises GpuprovError (exit code 4) otherwise."""
         offered, key_type = key.asbytes(), key.get_name()
         certificate = key.public_blob.key_blob if key.public_blob else b""
-        known = self.known.keys(self.name)
-        same = [entry for entry in known if entry.key == offered]
-        revoked = [entry.key for entry in known if entry.revoked]
+        known, bare = map(self.known.keys, (self.name, known_hosts_name(self.host, 22)))
+        revoked = {entry.key for entry in (*known, *bare) if entry.revoked}
         # Then ssh(1) does not go by the key either, which may be known.
         unsigned = any(signature_by(certificate, one) for one in revoked)
         is_revoked = offered in revoked or unsigned
         others = [entry for entry in known if not entry.revoked]
-        if not others:  # then ssh(1), too, goes by what stands there without a port
-            bare = [entry for entry in self.known.keys(self._names[-1]) if entry.key == offered]
-            same = [] if any(entry.revoked for entry in bare) else bare
+        # If there are none, ssh(1), too, goes by what stands there without a port.
+        is_known = any(entry.key == offered for entry in others or bare)
         signers = self.authorities()
-        fault = self._certificate_fault(key, signers) if signers else "is not asked for"
-        if not is_revoked and (same or not fault):
+        fault = self._certificate_fault(key, signers, revoked) if signers else "is not asked for"
+        if not is_revoked and (is_known or not fault):
             return
         offers = f"it offers {key_type} {fingerprint(offered)}" + (f"\nits certificate {fault}" if signers else "")
         if is_revoked or others:
-            places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in known)
+            seen_at = dict.fromkeys((*known, *(entry for entry in bare if entry.revoked)))
+            places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in seen_at)
             what = "revoked: do not trust this host until it has new ones"
             step = "on the host, as root: rm /etc/ssh/ssh_host_*_key*; ssh-keygen -A; then restart sshd"
             if unsigned:
@@ -205,20 +204,14 @@ class KeyCheck:
 
     def authorities(self) -> tuple[KnownKey, ...]:
         """Return those that may sign the server's certificate; as with ssh(1), a line without a port serves all."""
-        return tuple(key for name in self._names for key in self.known.keys(name, authorities=True))
+        names = dict.fromkeys((self.name, known_hosts_name(self.host, 22)))
+        return tuple(key for name in names for key in self.known.keys(name, authorities=True))
 
-    @property
-    def _names(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys((self.name, known_hosts_name(self.host, 22))))
-
-    def _certificate_fault(self, key: Any, signers: Sequence[KnownKey]) -> str:
+    def _certificate_fault(self, key: Any, signers: Sequence[KnownKey], revoked: set[bytes]) -> str:
         """Return why the server's certificate does not prove who it is; "" if it does."""
         if (blob := key.public_blob) is None:
             return f"is missing: {signers[0].place} names who may sign it"
-        revoked = {one.key for name in self._names for one in self.known.keys(name) if one.revoked}
         trusted = {one.key for one in signers} - revoked
-        if key.asbytes() in revoked:
-            return "is for a revoked key"
         return certificate_fault(blob.key_type, blob.key_blob, key.asbytes(), self.host, trusted, time.time())
 
 

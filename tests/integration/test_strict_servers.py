@@ -115,7 +115,7 @@ def _keygen(*words: object) -> None:
         # A line without a port counts for a server that has none with its port.
         ((), ("127.0.0.1 {key}", "[127.0.0.1]:1 {other}"), ""),
         (("-h", "-n", "gpu1"), ("@cert-authority * {other}", "127.0.0.1 {key}"), ""),
-        ((), ("127.0.0.1 {key}", "@revoked 127.0.0.1 {key}"), "is unknown"),
+        ((), ("127.0.0.1 {key}", "@revoked 127.0.0.1 {key}"), "revoked"),
         ((), ("127.0.0.1 {other}",), "is unknown"),
         ((), ("127.0.0.1 {key}", "[127.0.0.1]:{port} {other}"), "host key changed"),
     ],

@@ -152,7 +152,8 @@ def test_no_word_of_health_is_left_open() -> None:
 
 
 def test_each_word_about_a_failed_program_has_its_value() -> None:
-    known = {"apt": {"listed"}, "rpm": {"listed", "folder"}, "installer": {"install", "remove", "initramfs"}, "device node": {"path"}}
+    known = {"apt": {"listed"}, "rpm": {"listed", "folder"}, "installer": {"install", "remove", "initramfs"},
+             "device node": {"path"}}  # fmt: skip
     for program, names in known.items():
         for row in tables.rows(tables.FAILURES, program, Failure):
             assert {*_fields(row.next_step)} <= (names - {"path"} if row.pattern else set())
