@@ -117,12 +117,10 @@ def is_rootless() -> bool:
 def special_edits(specifications: Specifications, request: DeviceRequest) -> list[dict[str, Any]]:
     """Return CDI edits, one for each such request. Raises Refused for what is not on this host."""
     found = [_channel(name) for name in request.imex_channels]
-    for value, name in ((request.mig_config, "config"), (request.mig_monitor, "monitor")):
-        if value:
-            found.append(_mig(name))
+    rights = {"config": request.mig_config, "monitor": request.mig_monitor}
+    found += [_mig(name) for name, value in rights.items() if value]
     for extra in request.extras:
-        kind = f"nvidia.com/{extra}"
-        found += specifications.edits_of([f"{kind}=all"])
+        found += specifications.edits_of([f"nvidia.com/{extra}=all"])
     return found
 
 

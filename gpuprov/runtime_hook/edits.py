@@ -95,16 +95,13 @@ def _is_own(hook: dict[str, Any]) -> bool:
 def _wanted(edits: dict[str, Any], capabilities: frozenset[str], folders: _Folders) -> dict[str, Any]:
     """Return the edits without what no capability needs, and at the places where the image looks for it."""
     found = dict(edits)
-    if edits.get("deviceNodes"):
-        found["deviceNodes"] = [
-            node for node in edits["deviceNodes"] if driver_files.node_is_needed(node["path"], capabilities)
-        ]
+    nodes, gids = edits.get("deviceNodes"), edits.get("additionalGids") or ()
+    if nodes:
+        found["deviceNodes"] = [node for node in nodes if driver_files.node_is_needed(node["path"], capabilities)]
         # Groups come with nodes that not everybody may open: none for a node that is left out.
-        left_out = {node.get("gid") for node in edits["deviceNodes"] if node not in found["deviceNodes"]}
+        left_out = {node.get("gid") for node in nodes if node not in found["deviceNodes"]}
         still = {node.get("gid") for node in found["deviceNodes"]}
-        found["additionalGids"] = [
-            gid for gid in edits.get("additionalGids") or () if gid in still or gid not in left_out
-        ]
+        found["additionalGids"] = [gid for gid in gids if gid in still or gid not in left_out]
     if edits.get("mounts"):
         found["mounts"] = [
             {**mount, "containerPath": folders.in_container(mount["containerPath"])}

@@ -80,20 +80,23 @@ def replace_file(path: str, text: str, mode: int, owner: tuple[int, int] | None 
     temporary = f"{path}{suffix}" if suffix else f"{folder}/.{name}.{posix.getpid()}"
     handle = posix.open(temporary, _CREATE, 0o600)
     try:
-        try:
-            if owner:
-                posix.fchown(handle, *owner)
-            # Whatever the caller's umask is.
-            posix.fchmod(handle, mode)
-            content = text.encode()
-            while content:
-                content = content[posix.write(handle, content) :]
-        finally:
-            posix.close(handle)
+        fill(handle, text.encode(), mode, owner)
         posix.rename(temporary, path)
     except OSError:
         posix.unlink(temporary)
         raise
+
+
+def fill(handle: int, content: bytes, mode: int, owner: tuple[int, int] | None) -> None:
+    """Write a new file, give it its owner and, whatever the caller's umask is, its mode; close it. Raises OSError."""
+    try:
+        while content:
+            content = content[posix.write(handle, content) :]
+        if owner:
+            posix.fchown(handle, *owner)
+        posix.fchmod(handle, mode)
+    finally:
+        posix.close(handle)
 
 
 def read_text(path: str) -> str | None:

@@ -53,11 +53,8 @@ def keep(container: str, bundle: str, decided: dict[str, Any]) -> None:
 
 def is_name(container: str) -> bool:
     """Say whether this is a container's id as low-level runtimes take it; it becomes a file's name."""
-    return (
-        0 < len(container) <= _LONGEST_NAME
-        and container[0] != "."
-        and all(sign.isascii() and (sign.isalnum() or sign in "_+-.") for sign in container)
-    )
+    begins_well = 0 < len(container) <= _LONGEST_NAME and container[0] != "."
+    return begins_well and all(sign.isascii() and (sign.isalnum() or sign in "_+-.") for sign in container)
 
 
 def read(container: str) -> dict[str, Any] | None:

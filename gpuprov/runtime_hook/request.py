@@ -132,11 +132,9 @@ def _devices(
 
 
 def _annotated_devices(config: dict[str, Any], settings: Settings) -> list[str]:
-    found: list[str] = []
-    for key, value in sorted(at(config, dict, "annotations").items()):
-        if key.startswith(settings.annotation_prefixes) and isinstance(value, str):
-            found += value.split(",")
-    return found
+    pairs = sorted(at(config, dict, "annotations").items())
+    values = [value for key, value in pairs if key.startswith(settings.annotation_prefixes) and isinstance(value, str)]
+    return [name for value in values for name in value.split(",")]
 
 
 def _mounts_below_root(config: dict[str, Any]) -> list[str]:
@@ -170,9 +168,7 @@ def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
     if not items or "void" in items:
         return None
     decisive = next((item for item in items if item in ("all", "none")), None)
-    if decisive is None:
-        return items
-    return ["all"] if decisive == "all" else []
+    return items if decisive is None else ["all"] if decisive == "all" else []
 
 
 def _refuse_other_kinds(request: DeviceRequest, settings: Settings) -> None:

@@ -16,7 +16,7 @@ import posix
 from typing import Callable
 
 from .errors import Refused
-from .files import LINK, REGULAR, TYPE, normal_path, remove_file
+from .files import LINK, REGULAR, TYPE, fill, normal_path, remove_file
 
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _DIRECTORY = _PATH | posix.O_DIRECTORY
@@ -194,13 +194,7 @@ class Root:
         directory = self.writable_handle(self.directory(folder, True), name)
         remove_file(_TEMPORARY, directory)
         handle = posix.open(_TEMPORARY, _CREATE, 0o600, dir_fd=directory)
-        try:
-            while content:
-                content = content[posix.write(handle, content) :]
-            posix.fchown(handle, *self.owner)
-            posix.fchmod(handle, mode)
-        finally:
-            posix.close(handle)
+        fill(handle, content, mode, self.owner)
         self._replace(path, name, directory)
 
     def make_link(self, path: str, target: str) -> None:
