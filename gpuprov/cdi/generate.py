@@ -415,7 +415,6 @@ def _by_number(name: str) -> tuple[str, int]:
 # Source: nvidia-container-toolkit, pkg/nvcdi/driver-wsl.go.
 WSL_DEVICE = "/dev/dxg"
 _WSL = "/usr/lib/wsl"
-_WSL_OPTIONS = ("ro", "nosuid", "nodev", "rbind", "rprivate")
 
 
 def _wsl(system: System) -> Specification:
@@ -430,7 +429,7 @@ def _wsl(system: System) -> Specification:
         step = "wsl --update; wsl --shutdown  # in Windows, with NVIDIA's driver for Windows installed there"
         raise GpuprovError("Windows gives this WSL no GPU", f"there is no {lacks}", step)
     loaders = (f"/usr/lib/{system.architecture()}-linux-gnu", "/usr/lib64")
-    mounts = [Mount(path, path, _WSL_OPTIONS) for path in (folder, f"{_WSL}/drivers")]
+    mounts = [Mount(path, path) for path in (folder, f"{_WSL}/drivers")]
     mounts += [Mount(f"{folder}/{name}", f"{place}/{name}") for name in names if ".so" in name for place in loaders]
     mounts += [Mount(f"{folder}/{name}", f"/usr/bin/{name}") for name in names if name == "nvidia-smi"]
     node = DeviceNode(WSL_DEVICE, major=status.major, minor=status.minor)
