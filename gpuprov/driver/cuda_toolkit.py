@@ -159,12 +159,8 @@ class InstallCudaToolkit(Change):
         prefix = prefix_of(self.version)
         # The loader's list of the toolkit's libraries, as the installer names it.
         loader = f"/etc/ld.so.conf.d/cuda-{self.version.replace('.', '-')}.conf"
-        return {
-            "prefix": prefix,
-            "existed": system.exists(prefix),
-            "paths": [capture_path_itself(system, path) for path in (LINK, loader)],
-            "log": system.exists(_LOG),
-        }
+        paths = [capture_path_itself(system, path) for path in (LINK, loader)]
+        return {"prefix": prefix, "existed": system.exists(prefix), "paths": paths, "log": system.exists(_LOG)}
 
     def apply(self, system: System, tell: Tell) -> None:
         require_run_file(system, self.path, self.path)

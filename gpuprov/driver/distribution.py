@@ -87,9 +87,7 @@ def available(facts: HostFacts) -> distros.OwnDriver | None:
 def asked_branch(own: distros.OwnDriver, version: str) -> distros.DriverBranch | None:
     """Return the branch of this number, None if the distribution has none."""
     listed = next((one for one in own.branches if one.branch == version), None)
-    if listed is None and own.template and version.isdecimal():
-        return own.numbered(version)
-    return listed
+    return own.numbered(version) if listed is None and own.template and version.isdecimal() else listed
 
 
 def installed_branch(facts: HostFacts) -> distros.DriverBranch | None:

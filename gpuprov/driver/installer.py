@@ -16,15 +16,10 @@ from gpuprov.protocol.versions import version_numbers
 
 # First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
 _OPTION_SINCE = {
-    "--dkms": (304, 22),
-    "--install-libglvnd": (361, 16),
-    "--no-systemd": (465, 19, 1),
-    "-m=kernel-open": (470, 42, 1),
-    "--no-kernel-modules": (515, 43, 4),
-    "--allow-installation-with-running-driver": (545, 23, 6),
-    "--skip-module-load": (550, 40, 7),
-    "--kernel-module-type": (555, 42, 2),
-}
+    "--dkms": (304, 22), "--install-libglvnd": (361, 16), "--no-systemd": (465, 19, 1), "-m=kernel-open": (470, 42, 1),
+    "--no-kernel-modules": (515, 43, 4), "--allow-installation-with-running-driver": (545, 23, 6),
+    "--skip-module-load": (550, 40, 7), "--kernel-module-type": (555, 42, 2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

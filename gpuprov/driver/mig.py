@@ -56,12 +56,8 @@ def is_right(text: str, gpu: MigGpu) -> bool:
     if text == DISABLED:
         return gpu.current in ("Disabled", "[N/A]", "N/A")
     profiles = profiles_of(text, gpu)
-    return (
-        gpu.current == "Enabled"
-        and (profiles != () or text == ENABLED)
-        and gpu.instances == profiles
-        and not gpu.incomplete
-    )
+    is_on = gpu.current == "Enabled" and not gpu.incomplete
+    return is_on and gpu.instances == profiles and (profiles != () or text == ENABLED)
 
 
 @dataclass(frozen=True)

@@ -24,11 +24,8 @@ from gpuprov.protocol.spec import Vgpu
 def settings(licence: Vgpu) -> Mapping[str, str]:
     """Return the settings of gridd.conf; where the cloud licenses its GPUs, those that Azure documents."""
     server, _, port = licence.server.partition(":")
-    found = {
-        "FeatureType": "" if licence.feature is None else str(licence.feature),
-        "ServerAddress": server,
-        "ServerPort": port,
-    }
+    feature = "" if licence.feature is None else str(licence.feature)
+    found = {"FeatureType": feature, "ServerAddress": server, "ServerPort": port}
     if not (licence.token or server):
         found.update(IgnoreSP="FALSE", EnableUI="FALSE")
     return {name: value for name, value in found.items() if value}
@@ -38,9 +35,8 @@ def render(template: str, wanted: Mapping[str, str]) -> bytes:
     """Return gridd.conf: the template without the feature type and without our settings, then these."""
     ours = re.compile(rf"\s*({'|'.join(('FeatureType', *wanted))})\s*=")
     kept = [line for line in template.splitlines() if not ours.match(line)]
-    return "\n".join(
-        (*kept, "# By gpuprov: gpuprov_vgpu", *(f"{name}={value}" for name, value in wanted.items()), "")
-    ).encode()
+    added = (f"{name}={value}" for name, value in wanted.items())
+    return "\n".join((*kept, "# By gpuprov: gpuprov_vgpu", *added, "")).encode()
 
 
 def plan(driver: DriverSource) -> tuple[Change, ...]:
@@ -79,12 +75,8 @@ class LicenseVgpu(Change):
         return changes.text_diff(GRIDD_CONFIG, system.read_bytes(GRIDD_CONFIG), self._config(system)) + secret
 
     def capture(self, system: System) -> Json:
-        is_new = system.status(parent_of(TOKEN)) is None
-        return {
-            "config": changes.capture_path(system, GRIDD_CONFIG),
-            "had_token": system.exists(TOKEN),
-            "new_folder": is_new,
-        }
+        config, is_new = changes.capture_path(system, GRIDD_CONFIG), system.status(parent_of(TOKEN)) is None
+        return {"config": config, "had_token": system.exists(TOKEN), "new_folder": is_new}
 
     def apply(self, system: System, tell: Tell) -> None:
         if not system.exists(GRIDD_TEMPLATE):
