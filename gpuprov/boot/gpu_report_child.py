@@ -26,11 +26,9 @@ def main(library: str) -> None:
     """Print the report of the NVML at that path."""
     gpus = devices(library)
     version = known(pynvml.nvmlSystemGetCudaDriverVersion_v2) or 0
+    driver = text(known(pynvml.nvmlSystemGetDriverVersion))
     document = {
-        "Version": {
-            "Driver": text(known(pynvml.nvmlSystemGetDriverVersion)),
-            "CUDA": f"{version // 1000}.{version % 1000 // 10}",
-        },
+        "Version": {"Driver": driver, "CUDA": f"{version // 1000}.{version % 1000 // 10}"},
         "Info": [_info(gpu) for gpu in gpus],
         "Status": [_status(gpu) for gpu in gpus],
     }
