@@ -63,10 +63,8 @@ class PlanContext:
     @cached_property
     def repository_changes(self) -> tuple[Change, ...]:
         """The changes of the host's repositories and keys; their packages can then be queried in advance."""
-        if self.facts.bundle:
-            # A host with a bundle reaches no repository: its sources stay as they are.
-            return ()
-        return repos.plan(self.facts, self.spec, self.extra_repositories)
+        # A host with a bundle reaches no repository: its sources stay as they are.
+        return () if self.facts.bundle else repos.plan(self.facts, self.spec, self.extra_repositories)
 
     @cached_property
     def migration(self) -> tuple[Change, ...]:

@@ -91,12 +91,9 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
     facts, spec = c.facts, c.spec
     changes: tuple[Change, ...] = ()
     if spec.docker != "none":
-        changes = docker.plan(
-            facts.docker,
-            toolkit.docker_runtime(spec),
-            drop=facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else (),
-            offline=facts.image is not None and facts.image.offline,
-        )
+        drop = facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else ()
+        offline = facts.image is not None and facts.image.offline
+        changes = docker.plan(facts.docker, toolkit.docker_runtime(spec), drop=drop, offline=offline)
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     in_use = facts.docker_proxy_in_use
     proxy = docker_proxy.plan(facts.files, facts.docker, _docker_proxy(c), in_use=in_use, restarts=restarts)
@@ -107,6 +104,11 @@ def _docker_proxy(c: PlanContext) -> Proxy:
     """Return the proxy of docker's daemon; an empty one without docker, present or planned."""
     has_docker = c.facts.docker.installed or c.spec.docker in ("distribution", "docker-ce")
     return Proxy(c.spec.proxy, c.spec.no_proxy) if has_docker else NO_PROXY
+
+
+def _plan_engines(c: PlanContext) -> tuple[Change, ...]:
+    kept = other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec)
+    return other_engines.plan(c.facts.engines, toolkit.engine_runtime(c.spec), kept)
 
 
 STEPS = (
@@ -126,14 +128,7 @@ STEPS = (
     Step("toolkit", lambda c: (*toolkit.plan_runtime(c.migrated, c.spec), *nvidia_docker.plan(c.migrated, c.spec))),
     Step("cdi", lambda c: toolkit.plan_cdi(c.driver) if c.facts.image is None else ()),
     Step("docker", _plan_docker),
-    Step(
-        "engines",
-        lambda c: other_engines.plan(
-            c.facts.engines,
-            toolkit.engine_runtime(c.spec),
-            other_engines.kept_running(c.facts.engines, c.facts.kubernetes, c.spec),
-        ),
-    ),
+    Step("engines", _plan_engines),
     Step("images", lambda c: with_bundle.plan_images(c.facts, c.spec)),
     # What is stored is the specification of a host that is as it says.
     Step("watch", lambda c: watch.plan(c.facts, c.spec)),

@@ -33,11 +33,8 @@ if TYPE_CHECKING:
 
 # The folders of a bundle's parts, by the names that changes have for these.
 _FOLDERS = {
-    "packages": (f"{REPOSITORY}/", f"{KEYS}/"),
-    "driver": ("driver/",),
-    "cuda": (f"{CUDA}/",),
-    "images": ("images/",),
-}
+    "packages": (f"{REPOSITORY}/", f"{KEYS}/"), "driver": ("driver/",), "cuda": (f"{CUDA}/",), "images": ("images/",),
+}  # fmt: skip
 
 
 def bundle_manager(manifest: Manifest) -> PackageManager:
