@@ -138,9 +138,8 @@ def load(identifier: str = "") -> Run:
     try:
         return from_json(json.loads(path.read_text("utf-8")), str(path))
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(
-            f"the run {found[0]} cannot be read", f"{path}: {error}", f"if it is broken: rm {path}"
-        ) from None
+        seen = f"{path}: {error}"
+        raise UsageError(f"the run {found[0]} cannot be read", seen, f"if it is broken: rm {path}") from None
 
 
 def before(run: Run) -> Run | None:
@@ -218,8 +217,7 @@ def driver_choices(results: Sequence[HostResult], inventory: Sequence[str]) -> l
             sound = {one for one in several if one in releases and not vulnerabilities(DRIVER, one, known)}
             best = max(several, key=lambda one: (one in sound, several[one], version_numbers(one)))
             words = ("gpuprov", "options", *where, "-e", f"gpuprov_driver_version={best}", "--write", file)
-            command = shlex.join(words)
-            found.append(f"hosts with {gpus} differ in the driver; for one version: {command}")
+            found.append(f"hosts with {gpus} differ in the driver; for one version: {shlex.join(words)}")
     return found
 
 
@@ -306,9 +304,8 @@ def write_log(error: BaseException) -> Problem:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "a", encoding="utf-8") as file:
             file.write(f"gpuprov {__version__}\n" + masked("".join(traceback.format_exception(error))) + "\n")
     except OSError as refusal:
-        return Problem(
-            what, f"{error}\nthe log {path} cannot be written: {refusal}", "make room or set HOME, then again"
-        )
+        seen = f"{error}\nthe log {path} cannot be written: {refusal}"
+        return Problem(what, seen, "make room or set HOME, then again")
     return Problem(what, str(error), f"the log {path} has the whole story; please report it with that file")
 
 
@@ -335,11 +332,9 @@ class DrainRecord:
     def sentences(self, hosts: Collection[str]) -> Iterator[str]:
         """Yield what the next run, which undrains these hosts, says of this one."""
         if not self.ended:
-            order = "; ".join(
-                f"{name}: {listed(names)}" if name else listed(names) for name, names in self.order.items()
-            )
+            batches = (f"{name}: {listed(names)}" if name else listed(names) for name, names in self.order.items())
             window = f"; window: {self.window}" if self.window else ""
-            yield f"the run {self.run} was cut off: {self.command}; its order: {order}{window}"
+            yield f"the run {self.run} was cut off: {self.command}; its order: {'; '.join(batches)}{window}"
         for name, drain in self.drains.items():
             state = "drained" if drain.state == "drained" else "maybe drained in part"
             here = "this run undrains it once verify is green" if name in hosts else "this run does not undrain it"

@@ -54,12 +54,9 @@ _SUMMARISED = (
     "choice",
 )  # fmt: skip
 _FACTS = {
-    "system": ("os", "name"),
-    "kernel": ("kernel", "release"),
-    "GPUs": ("gpus",),
-    "driver": ("driver", "library_version"),
-    "docker": ("docker", "version"),
-}
+    "system": ("os", "name"), "kernel": ("kernel", "release"), "GPUs": ("gpus",),
+    "driver": ("driver", "library_version"), "docker": ("docker", "version"),
+}  # fmt: skip
 _ALL_GPUS = ", all GPUs"  # what the names of these checks end with in gpuprov.checks, after the engine's
 _CHANGED = {False: "made", True: "would be made"}
 _FAILED_ON = {"doctor": "causes found on", "cuda": "wrong on"}
@@ -95,12 +92,8 @@ def print_report(console: Console, run: Run, next_command: str = "", *, verbose:
     console.print(problems_text(results), soft_wrap=True, end="")
     worst = run.exit_code
     style = "green" if worst == ExitCode.DONE else "yellow" if worst in _YELLOW else "red"
-    line = (
-        last_line(command, results, check=check, next_command=next_command)
-        + still_drained(results)
-        + _SIGNALS.get(run.ended_by, "")
-    )
-    console.print(Text(line, style), soft_wrap=True)
+    line = last_line(command, results, check=check, next_command=next_command) + still_drained(results)
+    console.print(Text(line + _SIGNALS.get(run.ended_by, ""), style), soft_wrap=True)
     if command == "install" and not check and worst == ExitCode.DONE and [one.host for one in results] == ["localhost"]:
         found = results[0]
         if "docker" in [one.step for one in found.made] and found.versions.get("gpus", "0") != "0":
@@ -191,10 +184,8 @@ def _vulnerabilities_table(results: Sequence[HostResult]) -> list[Table]:
         return []
     table = _table("known security holes in", "worst score", "NVIDIA bulletins", "fixed in", "hosts")
     for one, hosts in found:
-        what = f"{one.product} {one.version}"
-        table.add_row(
-            Text(plain(what), "yellow"), f"{one.score:g}", one.bulletins, one.fixed_in, Text(listed(map(plain, hosts)))
-        )
+        what, where = Text(plain(f"{one.product} {one.version}"), "yellow"), Text(listed(map(plain, hosts)))
+        table.add_row(what, f"{one.score:g}", one.bulletins, one.fixed_in, where)
     return [table]
 
 
@@ -358,9 +349,8 @@ def _compare(console: Console, run: Run, *, verbose: bool) -> None:
     from gpuprov.fleet.accepted import side_by_side
 
     for model, columns, rows in side_by_side(run.results):
-        table = _table(
-            *(escape(plain(name)) for name in columns), right=[escape(plain(name)) for name in columns[1:-1]]
-        )
+        names = [escape(plain(name)) for name in columns]
+        table = _table(*names, right=names[1:-1])
         shown = rows if verbose else rows[:_MOST_COMPARED]
         for row in shown:
             table.add_row(*(Text(plain(cell)) for cell in row))
@@ -396,10 +386,8 @@ def show_list(console: Console, *, as_json: bool) -> None:
 
 
 def _call(run: Run) -> str:
-    where = ", ".join(run.inventory) or "this machine"
-    return plain(
-        f"gpuprov {run.command}{' --check' if run.check else ''} on {counted(len(run.results), 'host')} of {where}"
-    )
+    where, check = ", ".join(run.inventory) or "this machine", " --check" if run.check else ""
+    return plain(f"gpuprov {run.command}{check} on {counted(len(run.results), 'host')} of {where}")
 
 
 def write_page(run: Run, path: str) -> None:
@@ -416,9 +404,8 @@ def write_page(run: Run, path: str) -> None:
             os.set_blocking(handle, True)
             file.write(page)
     except OSError as error:
-        raise UsageError(
-            f"the report {path} cannot be written", str(error), "gpuprov report --html FILE writes it elsewhere"
-        ) from None
+        step = "gpuprov report --html FILE writes it elsewhere"
+        raise UsageError(f"the report {path} cannot be written", str(error), step) from None
 
 
 def write_metrics(run: Run, path: str, ended: float) -> None:

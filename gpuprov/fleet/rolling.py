@@ -102,9 +102,8 @@ def _share(option: str, word: str, *, least: int) -> Share:
     share = Share(int(found.group(1)), bool(found.group(2))) if found else None
     if share is None or share.number < least or (share.percent and share.number > 100):
         example = "--serial 1,5,20%" if option == "--serial" else "--max-fail 10%"
-        raise UsageError(
-            f"{option} takes a number of hosts or a percentage, not {word!r}", "", f"for example {example}"
-        )
+        what = f"{option} takes a number of hosts or a percentage, not {word!r}"
+        raise UsageError(what, "", f"for example {example}")
     return share
 
 
@@ -155,9 +154,8 @@ def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, .
         if not fnmatch.filter(names, word):
             near = difflib.get_close_matches(word, names, 1)
             hint = f"did you mean {near[0]}?" if near else "name one of them, or a number: --canary 2"
-            raise UsageError(
-                f"--canary {word} is no host of this run", f"{counted(len(names), 'host')}: {listed(names)}", hint
-            )
+            seen = f"{counted(len(names), 'host')}: {listed(names)}"
+            raise UsageError(f"--canary {word} is no host of this run", seen, hint)
     return tuple(target for target in targets if any(fnmatch.fnmatchcase(target.name, word) for word in wanted))
 
 
@@ -306,9 +304,8 @@ def install_or_roll_back(
     seen = (proof.summary, *(f"{one}" for one in proof.problems), *(f"{one}" for one in after.problems))
     step = f"gpuprov doctor tells why{'; gpuprov rollback --check shows what is left to undo' * (outcome == 'failed')}"
     problem = Problem(f"{failed}; {_OUTCOMES[outcome]}", "\n".join(filter(None, seen)), step)
-    return replace(
-        _with_versions(finished, after), exit_code=int(ExitCode.FAILED), problems=(problem,), rolled_back=outcome
-    )
+    finished = _with_versions(finished, after)
+    return replace(finished, exit_code=int(ExitCode.FAILED), problems=(problem,), rolled_back=outcome)
 
 
 def _roll_back(
@@ -356,9 +353,8 @@ class Rolling:
     def __post_init__(self) -> None:
         self._drain_now: Drain | None = None
         self._begun = 0.0
-        self._before, self._after = (
-            shlex.join(for_host(words, self.target)) for words in (self.commands.before, self.commands.after)
-        )
+        commands = (self.commands.before, self.commands.after)
+        self._before, self._after = (shlex.join(for_host(words, self.target)) for words in commands)
 
     def run(self, request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
         """Carry the request out, draining the host if its plan disturbs containers; return the last event.
@@ -382,8 +378,7 @@ class Rolling:
                 if self._after:
                     sink(Note(f"would run once verify is green: {self._after}"))
             return looked
-        stopped = self.stopped()
-        if stopped is not None:
+        if stopped := self.stopped():
             raise GpuprovError.several((stopped,))
         if disturbs:
             self._drain(sink)

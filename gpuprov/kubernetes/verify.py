@@ -332,9 +332,8 @@ def _chosen(
     pairs = [(target, node_checks.node_of(target, nodes, names)) for target in targets]
     lists = node_checks.host_lists([target for target, node in pairs if node is not None], options, stopped)
     found: dict[str, Chosen] = {node.name: (node, lists[target.name]) for target, node in pairs if node is not None}
-    return tuple(found.values()), tuple(
-        (target.name, _no_node(target, nodes)) for target, node in pairs if node is None
-    )
+    absent = tuple((target.name, _no_node(target, nodes)) for target, node in pairs if node is None)
+    return tuple(found.values()), absent
 
 
 def _no_node(target: HostTarget, nodes: Sequence[Node]) -> GpuprovError:
