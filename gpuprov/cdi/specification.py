@@ -16,6 +16,7 @@ from typing import Any, Callable, Optional
 
 from gpuprov.protocol.codec import load
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.runtime_hook.config import STAGES
 from gpuprov.runtime_hook.jsonio import unique
 
 VENDOR_CLASS = "nvidia.com/gpu"
@@ -249,7 +250,6 @@ _ANNOTATION_PREFIX = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?(\.[a-z0-9]([a-z0
 _ANNOTATION_NAME = re.compile(r"[a-z0-9](?:[a-z0-9_.-]{0,61}[a-z0-9])?")
 _LONGEST_PREFIX = 253
 _MOST_ANNOTATION_BYTES = 256 << 10
-_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 _DEVICE_TYPES = ("", "b", "c", "u", "p")
 # A folder's name in the kernel's resctrl.
 _LONGEST_CLOS_ID = 4096
@@ -316,7 +316,7 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
         if not mount.host_path or not mount.container_path:
             yield f"{where}: a mount lacks a path: {mount.host_path!r} at {mount.container_path!r}"
     for hook in edits.hooks:
-        if hook.name not in _STAGES:
+        if hook.name not in STAGES:
             yield f"{where}: there is no hook {hook.name!r}"
         if not hook.path:
             yield f"{where}: a hook has no path"

@@ -12,6 +12,7 @@ from typing import Any
 from . import jsonio
 from .errors import Refused
 
+STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 _HOOK = dict.fromkeys(("path", "args", "env", "timeout"))
 _MAPPING = dict.fromkeys(("containerID", "hostID", "size"))
 _DEVICE = dict.fromkeys(("path", "type", "major", "minor", "fileMode", "uid", "gid", "allow", "access"))
@@ -29,9 +30,7 @@ CONFIG: dict[str, Any] = {
     },
     "root": dict.fromkeys(("path", "readonly")),
     "mounts": dict.fromkeys(("destination", "type", "source", "options", "uidMappings", "gidMappings")),
-    "hooks": dict.fromkeys(
-        ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop"), _HOOK
-    ),
+    "hooks": dict.fromkeys(STAGES, _HOOK),
     "linux": {
         **dict.fromkeys((
             "sysctl", "cgroupsPath", "netDevices", "seccomp", "rootfsPropagation", "maskedPaths", "readonlyPaths",

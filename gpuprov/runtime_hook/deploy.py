@@ -69,9 +69,8 @@ def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[s
 def render_hook(python: str, library: str = LIBRARY_PATH) -> str:
     """Return the program that engines run as an OCI hook, a shell script."""
     # An engine's or a container's PATH has no say in which Python this is.
-    return _template(_HOOK).format(
-        python=python, missing=_MISSING.format(python=python), start=render_start("hook_main", library)
-    )
+    missing, start = _MISSING.format(python=python), render_start("hook_main", library)
+    return _template(_HOOK).format(python=python, missing=missing, start=start)
 
 
 def _template(name: str) -> str:
@@ -90,9 +89,8 @@ def python_of(launcher: bytes) -> str:
 
 def render_start(name: str, library: str) -> str:
     """Return the Python text with which an entry (`main` or `hook_main`) starts."""
-    return _template(_NEW_ENOUGH) + _template(_LOAD).format(
-        name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT
-    )
+    load = _template(_LOAD).format(name=name, library=library, digest_size=_DIGEST_SIZE, format=_FORMAT)
+    return _template(_NEW_ENOUGH) + load
 
 
 def is_ours(content: bytes) -> bool:
@@ -137,12 +135,9 @@ def compile_bytecode(directory: str) -> None:
     starter = _without_lines(compile(_template(_STARTER), "starter", "exec", dont_inherit=True, optimize=2))
     for entry in [one for one in _ENTRIES if one in compiled]:
         order, later = _in_order(imports, entry)
-        parts = (
-            starter,
-            [(_dotted(name), compiled[name]) for name in order],
-            {_dotted(name): marshal.dumps(compiled[name]) for name in later},
-        )
-        _replace(_bundle(folder, entry), _digest(folder) + marshal.dumps(parts))
+        first = [(_dotted(name), compiled[name]) for name in order]
+        others = {_dotted(name): marshal.dumps(compiled[name]) for name in later}
+        _replace(_bundle(folder, entry), _digest(folder) + marshal.dumps((starter, first, others)))
         written.add(_bundle(folder, entry))
     # Of modules, formats and Pythons of earlier versions.
     for other in set((folder / "__pycache__").iterdir()) - written:
@@ -153,9 +148,8 @@ def bytecode_is_current(directory: str) -> bool:
     """Say whether every module in a folder has byte code that belongs to it, for the Python that runs this."""
     folder = Path(directory)
     entries = [entry for entry in _ENTRIES if (folder / f"{entry}.py").exists()]
-    return all(_first_bytes(_cache(source))[:16] == _header(source) for source in folder.glob("*.py")) and all(
-        _first_bytes(_bundle(folder, entry)) == _digest(folder) for entry in entries
-    )
+    bundles = all(_first_bytes(_bundle(folder, entry)) == _digest(folder) for entry in entries)
+    return bundles and all(_first_bytes(_cache(source))[:16] == _header(source) for source in folder.glob("*.py"))
 
 
 def _cache(source: Path) -> Path:

@@ -10,7 +10,7 @@ import posix
 from typing import Any
 
 from . import driver_files, mps
-from .config import has_user_namespace, list_of, object_of
+from .config import STAGES, has_user_namespace, list_of, object_of
 from .device_nodes import special_edits
 from .driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 from .errors import Refused
@@ -178,7 +178,6 @@ _LISTS = ("env", "deviceNodes", "netDevices", "mounts", "hooks", "additionalGids
 _NVIDIA_HOOKS = ("nvidia-container-runtime-hook", "nvidia-container-toolkit")
 # `u` is a character device too.
 NODE_TYPES = {"c": CHARACTER, "u": CHARACTER, "b": BLOCK, "p": PIPE}
-_STAGES = ("prestart", "createRuntime", "createContainer", "startContainer", "poststart", "poststop")
 
 
 def merge_edits(parts: list[dict[str, Any]]) -> dict[str, Any]:
@@ -207,7 +206,7 @@ def apply_edits(config: dict[str, Any], edits: dict[str, Any], *, idmap: bool = 
     _add_mounts(config, edits.get("mounts") or (), idmap=idmap and has_user_namespace(config))
     for hook in edits.get("hooks") or ():
         stage = hook["hookName"]
-        if stage not in _STAGES:
+        if stage not in STAGES:
             raise Refused(f"the CDI specification has a hook for {stage!r}, which is no stage of a container")
         hooks = object_of(config, "hooks")
         entry = {name: hook[name] for name in ("path", "args", "env", "timeout") if name in hook}
@@ -276,10 +275,8 @@ def _add_device(config: dict[str, Any], node: dict[str, Any]) -> None:
 def node_identity(node: dict[str, Any]) -> dict[str, Any]:
     """Return type, numbers and mode of a node; what the specification leaves out is the host's node's."""
     if node.get("major") is not None and node.get("minor") is not None:
-        kind = node.get("type") or "c"
-        return {
-            "type": kind, "major": node["major"], "minor": node["minor"], "fileMode": node.get("fileMode") or 0o666,
-        }  # fmt: skip
+        kind, mode = node.get("type") or "c", node.get("fileMode") or 0o666
+        return {"type": kind, "major": node["major"], "minor": node["minor"], "fileMode": mode}
     path = node.get("hostPath") or node["path"]
     try:
         status = posix.stat(path)

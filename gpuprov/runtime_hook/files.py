@@ -108,6 +108,15 @@ def read_text(path: str) -> str | None:
         return None
 
 
+def read_start(path: str, most: int) -> bytes:
+    """Return the first bytes of a file, which is no link, without waiting for any. Raises OSError."""
+    handle = posix.open(path, posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC)
+    try:
+        return posix.read(handle, most)
+    finally:
+        posix.close(handle)
+
+
 def status_of(path: str, *, follow_symlinks: bool = True) -> posix.stat_result | None:
     """Return what stat says of a path, None if there is nothing."""
     try:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import posix
 from typing import Any
 
-from .files import REGULAR, SOCKET, TYPE, is_trusted, status_of
+from .files import REGULAR, SOCKET, TYPE, is_trusted, read_start, status_of
 
 FOLDER = "/tmp/nvidia-mps"
 _PROGRAM = "nvidia-cuda-mps-control"
@@ -29,7 +29,7 @@ def is_served(folder: str, proc: str = "/proc") -> bool:
     if not (_is_roots(control, SOCKET) and _is_roots(pid_file, REGULAR) and is_trusted(folder)):
         return False
     try:
-        pid = _read_start(pid_file).strip()
+        pid = read_start(pid_file, _LONGEST_PID).decode("ascii").strip()
         process = f"{proc}/{pid}"
         return pid.isascii() and pid.isdigit() and _is_daemon(process, control) and _listens(process, control)
     except (OSError, ValueError):
@@ -39,14 +39,6 @@ def is_served(folder: str, proc: str = "/proc") -> bool:
 def _is_roots(path: str, kind: int) -> bool:
     status = status_of(path, follow_symlinks=False)
     return status is not None and status.st_mode & TYPE == kind and status.st_uid == 0
-
-
-def _read_start(path: str) -> str:
-    handle = posix.open(path, posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC)
-    try:
-        return posix.read(handle, _LONGEST_PID).decode("ascii")
-    finally:
-        posix.close(handle)
 
 
 def _lines(path: str) -> list[bytes]:

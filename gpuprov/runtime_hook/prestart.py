@@ -20,7 +20,7 @@ from .edits import NODE_TYPES, node_identity
 from .errors import Refused
 from .files import DIRECTORY, REGULAR, TYPE, remove_file
 from .links import inject
-from .rootfs import Root, open_root
+from .rootfs import CREATE, Root, open_root
 from .settings import Settings
 from .system_calls import act_as, bind, enter_mount_namespace
 from .volumes import is_same_file, watch
@@ -32,7 +32,6 @@ _EXDEV = 18
 _PAUSES = (0.2, 0.8, 0)
 # What stands in config.json alone, which runc has read by now.
 _TOO_LATE = ("hooks", "netDevices", "intelRdt", "env")
-_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 
 
 def inject_into(pid: int, identifier: str, decision: Decision) -> None:
@@ -201,6 +200,6 @@ def _make_file(root: Root, directory: int, name: str) -> None:
         posix.unlink(name, dir_fd=directory)
     except FileNotFoundError:
         pass
-    handle = posix.open(name, _CREATE, 0o644, dir_fd=directory)
+    handle = posix.open(name, CREATE, 0o644, dir_fd=directory)
     posix.fchown(handle, *root.owner)
     posix.close(handle)

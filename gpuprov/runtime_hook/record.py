@@ -13,7 +13,7 @@ from typing import Any
 
 from . import jsonio
 from .errors import now, printable
-from .files import make_folder, remove_file, replace_file
+from .files import make_folder, read_start, remove_file, replace_file
 from .settings import Settings
 
 FOLDER = "/run/gpuprov/containers"
@@ -32,7 +32,6 @@ _ORDER = {"debug": 0, "info": 1, "warning": 2, "error": 3}
 # As syslog(3) counts.
 _PRIORITIES = (7, 6, 4, 3)
 _APPEND = posix.O_WRONLY | posix.O_APPEND | posix.O_CREAT | posix.O_NOFOLLOW | posix.O_CLOEXEC | posix.O_NONBLOCK
-_READ = posix.O_RDONLY | posix.O_NOFOLLOW | posix.O_NONBLOCK | posix.O_CLOEXEC
 
 
 def keep(container: str, bundle: str, decided: dict[str, Any]) -> None:
@@ -60,13 +59,9 @@ def is_name(container: str) -> bool:
 def read(container: str) -> dict[str, Any] | None:
     """Return the record of a container, None if there is none. Raises OSError if it can't be read."""
     try:
-        handle = posix.open(f"{FOLDER}/{container}", _READ)
+        return parse(read_start(f"{FOLDER}/{container}", _MOST_BYTES).decode("utf-8", "replace"))
     except FileNotFoundError:
         return None
-    try:
-        return parse(posix.read(handle, _MOST_BYTES).decode("utf-8", "replace"))
-    finally:
-        posix.close(handle)
 
 
 def parse(text: str) -> dict[str, Any] | None:

@@ -222,9 +222,8 @@ def _capabilities(environment: dict[str, str], settings: Settings, request: Devi
     value = environment.get("NVIDIA_DRIVER_CAPABILITIES")
     if not value:
         legacy = request.legacy and value is None
-        request.decisions.append(
-            f"NVIDIA_DRIVER_CAPABILITIES is not set: {'all for a legacy image' if legacy else 'the default'}"
-        )
+        given = "all for a legacy image" if legacy else "the default"
+        request.decisions.append(f"NVIDIA_DRIVER_CAPABILITIES is not set: {given}")
         return supported if legacy else default
     asked = frozenset(item.strip() for item in value.split(",") if item.strip())
     if "all" in asked:

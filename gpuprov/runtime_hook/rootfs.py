@@ -16,7 +16,7 @@ import posix
 from typing import Callable
 
 from .errors import Refused
-from .files import LINK, REGULAR, TYPE, fill, normal_path, remove_file
+from .files import LINK, REGULAR, TYPE, fill, normal_path, read_start, remove_file
 
 _PATH = posix.O_PATH | posix.O_NOFOLLOW | posix.O_CLOEXEC
 _DIRECTORY = _PATH | posix.O_DIRECTORY
@@ -24,7 +24,7 @@ _DIRECTORY = _PATH | posix.O_DIRECTORY
 _MOST_LINKS = 40
 _MOST_COMPONENTS = 1000
 _ENOENT, _EBUSY, _EXDEV, _ELOOP = 2, 16, 18, 40
-_CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
+CREATE = posix.O_WRONLY | posix.O_CREAT | posix.O_EXCL | posix.O_NOFOLLOW | posix.O_CLOEXEC
 # A lease of another process's would block an open for 45 s (fcntl(2), F_SETLEASE); without waiting it fails.
 _READ = posix.O_RDONLY | posix.O_NONBLOCK | posix.O_CLOEXEC
 # What is being written: of a fixed name, so that an interrupted start leaves one file at most.
@@ -193,7 +193,7 @@ class Root:
         folder, _, name = path.rpartition("/")
         directory = self.writable_handle(self.directory(folder, True), name)
         remove_file(_TEMPORARY, directory)
-        handle = posix.open(_TEMPORARY, _CREATE, 0o600, dir_fd=directory)
+        handle = posix.open(_TEMPORARY, CREATE, 0o600, dir_fd=directory)
         fill(handle, content, mode, self.owner)
         self._replace(path, name, directory)
 
@@ -348,11 +348,7 @@ def open_root(path: str, owner: tuple[int, int]) -> Root:
 
 def mount_id(handle: int) -> bytes:
     """Return by which number the kernel knows the mount that an open file is on (proc_pid_fdinfo(5), Linux 3.15)."""
-    info = posix.open(f"/proc/self/fdinfo/{handle}", posix.O_RDONLY | posix.O_CLOEXEC)
-    try:
-        lines = posix.read(info, 4096).splitlines()
-    finally:
-        posix.close(info)
+    lines = read_start(f"/proc/self/fdinfo/{handle}", 4096).splitlines()
     return next(line for line in lines if line.startswith(b"mnt_id:"))
 
 

@@ -135,11 +135,8 @@ def _private_mounts(root: Root, volumes: list[Volume]) -> set[bytes]:
             continue
         try:
             handle, above = root.open_directory(path), root.open_directory(path.rpartition("/")[0])
-            if (
-                root.real_path(path) == path
-                and posix.fstat(handle).st_dev not in devices
-                and mount_id(above) == root.mount
-            ):
+            is_on_root = root.real_path(path) == path and mount_id(above) == root.mount
+            if is_on_root and posix.fstat(handle).st_dev not in devices:
                 found.add(mount_id(handle))
         except OSError:
             continue
