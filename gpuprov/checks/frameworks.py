@@ -18,12 +18,9 @@ _SECONDS = 600
 _LONGEST = 300
 # What PyTorch's warning says instead of a number (c10/cuda/CUDAFunctions.cpp), and the result that it stands for.
 _TORCH_RESULTS = (
-    ("driver on your system is too old", 35),
-    ("Found no NVIDIA driver", 35),
-    ("CUDA driver initialization failed", 3),
-    ("CUDA unknown error", 999),
-    ("no kernel image is available", 209),
-)
+    ("driver on your system is too old", 35), ("Found no NVIDIA driver", 35), ("CUDA driver initialization failed", 3),
+    ("CUDA unknown error", 999), ("no kernel image is available", 209),
+)  # fmt: skip
 # Other programs use the GPU: no fault of the host's.
 _BUSY = ("out of memory", "busy or unavailable")
 _TORCH_NUMBER = re.compile(r"\bError (\d+):")

@@ -199,9 +199,8 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Incompatib
         least, release = least_driver(runtime.version), f"CUDA {runtime.version}"
         if not least:
             what = f"whether {release} runs on driver {one.version} is unknown: gpuprov has no table for it"
-            yield Incompatibility(
-                (), what, runtime.source, "read NVIDIA's release notes of this CUDA release", note=True
-            )
+            step = "read NVIDIA's release notes of this CUDA release"
+            yield Incompatibility((), what, runtime.source, step, note=True)
         elif version_numbers(one.version) < version_numbers(least):
             what = f"{release} needs driver {least} or later, {one.path} is of {one.version}"
             step = f"update the driver, or use an image for CUDA {supported or 'of an older release'} or earlier"

@@ -22,14 +22,13 @@ from gpuprov.core.system import System
 from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
-from gpuprov.runtime_hook.driver_files import CONTAINER
+from gpuprov.runtime_hook.driver_files import CONTAINER, MODULE
 from gpuprov.runtime_hook.rootfs import Root
 
 ENGINES = ("docker", "podman")
 _SECONDS = 60
 _LARGEST_MARK = 64
 _EXPORT_SECONDS = 900
-_MODULE = "/proc/driver/nvidia/version"
 # How mountinfo shows a bind mount whose file was removed from its folder since (proc_pid_mountinfo(5)).
 _REMOVED = "//deleted"
 _NOT_SEARCHED = "the loader does not look there"
@@ -200,7 +199,7 @@ class Survey:
 def survey(system: System, name: str, call: Program) -> Survey:
     """Look at the host (no name), a container or an image. Raises GpuprovError if it can't be read."""
     with opened(system, name, call) as subject:
-        return survey_of(subject, parse_kernel_version(system.read_text(_MODULE) or ""))
+        return survey_of(subject, parse_kernel_version(system.read_text(MODULE) or ""))
 
 
 def survey_of(subject: Subject, kernel: str) -> Survey:
