@@ -196,19 +196,15 @@ class NvidiaPackages(PackagedDriver):
         elif over_run_file := self.run_file_problems():
             yield from over_run_file
         elif own is not None:
-            yield Problem(
-                "the driver on this host is the distribution's own; NVIDIA's packages over it would break both",
-                f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not",
-                "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or "
-                f"{commands.remove} '*nvidia*'",
-            )
+            what = "the driver on this host is the distribution's own; NVIDIA's packages over it would break both"
+            seen = f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not"
+            step = "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or"
+            yield Problem(what, seen, f"{step} {commands.remove} '*nvidia*'")
         elif spec.driver_version and not _can_pin(row):
-            yield Problem(
-                f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}",
-                "this repository has neither pinning packages nor streams",
-                f"leave gpuprov_driver_version out (and hold the driver: {commands.hold}), "
-                "or set gpuprov_driver: runfile",
-            )
+            what = f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}"
+            step = f"leave gpuprov_driver_version out (and hold the driver: {commands.hold})"
+            seen = "this repository has neither pinning packages nor streams"
+            yield Problem(what, seen, f"{step}, or set gpuprov_driver: runfile")
         elif last and not spec.driver_version:
             # It is before 580, or the repository can't hold a host to a branch.
             yield Problem(

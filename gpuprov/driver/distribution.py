@@ -261,12 +261,10 @@ class DistributionDriver(PackagedDriver):
     def _other_driver_problems(self) -> Iterator[Problem]:
         """A .run's files, or NVIDIA's packages of the same names, would lie below the distribution's."""
         if nvidias := _of_nvidia(self.facts):
-            yield Problem(
-                "the driver on this host comes from NVIDIA's packages; the distribution's would break both",
-                f"package {nvidias} is installed",
-                "keep it: gpuprov_driver: packages; or remove it first: "
-                f"{self.facts.package_manager.commands.remove} '*nvidia*'",
-            )
+            what = "the driver on this host comes from NVIDIA's packages; the distribution's would break both"
+            remove = f"{self.facts.package_manager.commands.remove} '*nvidia*'"
+            step = f"keep it: gpuprov_driver: packages; or remove it first: {remove}"
+            yield Problem(what, f"package {nvidias} is installed", step)
         else:
             yield from self.run_file_problems()
 
@@ -308,12 +306,10 @@ class DistributionDriver(PackagedDriver):
         stays = installed is not None and installed.branch == choice.branch.branch
         version = self.facts.driver_installed_version if stays else self._offered_version(choice.key_package)
         if version not in ("", loaded):
-            yield Problem(
-                f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match",
-                "/proc/driver/nvidia/version",
-                f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}", or install {version} on '
-                f"{self.outside}",
-            )
+            what = f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match"
+            runfile = f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}"'
+            step = f"{runfile}, or install {version} on {self.outside}"
+            yield Problem(what, "/proc/driver/nvidia/version", step)
 
     def _offer_problems(self, choice: Choice) -> Iterator[Problem]:
         """Yield what the queried repositories lack: a branch, or modules of the libraries' version."""

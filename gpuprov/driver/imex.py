@@ -92,9 +92,8 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     facts, spec, mode, names = driver.facts, driver.spec, _mode(driver), wanted_packages(driver)
     wanted = Installation(names, facts.bundle, unfiltered_repository=fabric_manager.REPOSITORY)
     unmask = (UnmaskImex(),) if facts.imex.masked else ()
-    installed = (
-        (*unmask, *_removal(driver), *facts.package_manager.plan_installation(facts.packages, wanted)) if names else ()
-    )
+    manager = facts.package_manager
+    installed = (*unmask, *_removal(driver), *manager.plan_installation(facts.packages, wanted)) if names else ()
     if mode == _SERVICE:
         run = RunImex(wanted_version(driver), spec.imex_nodes, _settings(spec))
         there = {path: found.content for path in IMEX_FILES if (found := facts.files.get(path))}

@@ -134,11 +134,9 @@ def _bring(system: System, index: int, text: str) -> None:
         if text == DISABLED:
             return
         names = ", ".join(dict.fromkeys(model.name for model in models(system.tables).models if model.mig))
-        raise GpuprovError(
-            f"GPU {index} can't be divided: it has no MIG",
-            f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}",
-            f"take it out of the MIG layout (disabled); these have MIG: {names}",
-        )
+        what = f"GPU {index} can't be divided: it has no MIG"
+        seen = f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}"
+        raise GpuprovError(what, seen, f"take it out of the MIG layout (disabled); these have MIG: {names}")
     if gpu.instances:
         for option in ("-dci", "-dgi"):
             # A GPU instance may have no compute instances.
@@ -156,11 +154,9 @@ def _bring(system: System, index: int, text: str) -> None:
         # nvidia-smi exits with 0 after many failures.
         made = _look(system, index)
         if made.instances != profiles or made.incomplete:
-            raise GpuprovError(
-                f"GPU {index} is not divided as asked, though nvidia-smi reported success",
-                f"there is {_shown(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}",
-                f"{_SMI} mig -lgi; {_SMI} mig -lgip",
-            )
+            what = f"GPU {index} is not divided as asked, though nvidia-smi reported success"
+            seen = f"there is {_shown(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}"
+            raise GpuprovError(what, seen, f"{_SMI} mig -lgi; {_SMI} mig -lgip")
 
 
 def _shown(gpu: MigGpu) -> str:
@@ -185,11 +181,9 @@ def _switch(system: System, index: int, mode: str) -> None:
         system.run((_SMI, "--gpu-reset", "-i", str(index)), timeout=_SMI_SECONDS)
     gpu = _look(system, index)
     if gpu.current != mode:
-        raise GpuprovError(
-            f"MIG on GPU {index} is {gpu.current}, {mode} only after a reset of the GPU",
-            _with_users(system, done.stdout.strip()),
-            f"end what uses the GPU, then {_SMI} --gpu-reset -i {index}; or reboot; then run the same command again",
-        )
+        what = f"MIG on GPU {index} is {gpu.current}, {mode} only after a reset of the GPU"
+        step = f"end what uses the GPU, then {_SMI} --gpu-reset -i {index}; or reboot; then run the same command again"
+        raise GpuprovError(what, _with_users(system, done.stdout.strip()), step)
 
 
 def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: tuple[int, ...] = (0,)) -> Completed:
@@ -197,11 +191,9 @@ def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted
     if done.returncode not in (*accepted, CORRUPT_INFOROM):
         # nvidia-smi says on stdout why it failed.
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
-        raise GpuprovError(
-            f"GPU {index}: {what}",
-            _with_users(system, f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}"),
-            f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU",
-        )
+        seen = _with_users(system, f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}")
+        step = f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU"
+        raise GpuprovError(f"GPU {index}: {what}", seen, step)
     return done
 
 

@@ -66,10 +66,8 @@ class InstallDriverPackages(InstallPackages):
         if asked is None or asked.unanswered:
             return ()
         offered = parse_madison(asked.stdout)
-        gone = {
-            name: version for name, version in there.items() if version not in offered.get(name.partition(":")[0], ())
-        }
-        lost = [f"{name}={version}" for name, version in gone.items() if not _cached(system, name, version)]
+        gone = [one for one in there.items() if one[1] not in offered.get(one[0].partition(":")[0], ())]
+        lost = [f"{name}={version}" for name, version in gone if not _cached(system, name, version)]
         return _way_back(there, lost, _first_of(there))
 
     @classmethod
