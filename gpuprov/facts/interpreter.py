@@ -85,8 +85,7 @@ def packages_of_pythons(installed: Iterable[str]) -> tuple[str, ...]:
 def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:
     """Return the version and the cache tag of the Python at a path without links, and what is wrong with it."""
     nothing = ("", "")
-    fault = replaceable(system, path)
-    if fault:
+    if fault := replaceable(system, path):
         return nothing, fault
     if not _PLAIN_PATH.fullmatch(path):
         return nothing, "its path has characters that scripts and units can't hold"
@@ -136,11 +135,10 @@ def compile_bytecode(system: System, python: Interpreter, folder: str) -> None:
     if python.cache_tag == sys.implementation.cache_tag:
         deploy.compile_bytecode(place)
         return
-    system.require(
-        _call(python, _COMPILE, place),
-        f"{python.path} can't compile the container runtime",
-        f"{python.path} needs its whole standard library: install the distribution's package of it, not a minimal one",
-    )
+    what = f"{python.path} can't compile the container runtime"
+    lacks = f"{python.path} needs its whole standard library"
+    step = f"{lacks}: install the distribution's package of it, not a minimal one"
+    system.require(_call(python, _COMPILE, place), what, step)
 
 
 def _call(python: Interpreter, code: str, place: str) -> tuple[str, ...]:

@@ -157,12 +157,9 @@ def rebuild_command(system: System, image: Image) -> tuple[str, ...]:
     commands = next(commands for before, after, commands in _FAMILIES if name.startswith(before + image.kernel))
     found = next((words for words in commands if system.which(words[0])), None)
     if found is None:
-        programs = ", ".join(words[0] for words in commands)
-        raise GpuprovError(
-            f"{image.path} can't be rebuilt: its program is not installed",
-            f"there is none of {programs}",
-            "install the one that made it, then run the same command again",
-        )
+        what = f"{image.path} can't be rebuilt: its program is not installed"
+        seen = f"there is none of {', '.join(words[0] for words in commands)}"
+        raise GpuprovError(what, seen, "install the one that made it, then run the same command again")
     return tuple(word.format(kernel=image.kernel, path=image.path) for word in found)
 
 

@@ -134,12 +134,8 @@ def _told_by_docker(system: System, found: Leftovers) -> Leftovers:
                 folder_users.append(container)
         if runtime.startswith("nvidia") and state not in ("created", "exited", "dead"):
             running.append(container)
-    return replace(
-        found,
-        volumes=tuple(Volume(name, driver, users[name]) for driver, name in rows),
-        running=tuple(running),
-        folder_users=tuple(dict.fromkeys(folder_users)),
-    )
+    volumes, once = tuple(Volume(name, driver, users[name]) for driver, name in rows), dict.fromkeys(folder_users)
+    return replace(found, volumes=volumes, running=tuple(running), folder_users=tuple(once))
 
 
 def _containers(system: System) -> list[tuple[str, ...]]:

@@ -48,9 +48,8 @@ def gather_gpus(system: System) -> tuple[PciGpu, ...]:
     """Return NVIDIA's display controllers on the PCI bus, in bus order."""
     found = []
     for bus_id in of_nvidia(system, _DISPLAY_CLASS):
-        device, subsystem = (
-            (system.read_text(f"{_DEVICES}/{bus_id}/{name}") or "").strip() for name in ("device", "subsystem_device")
-        )
+        texts = (system.read_text(f"{_DEVICES}/{bus_id}/{name}") or "" for name in ("device", "subsystem_device"))
+        device, subsystem = map(str.strip, texts)
         link = system.status(f"{_DEVICES}/{bus_id}/driver")
         driver = link.target.rpartition("/")[2] if link is not None else ""
         found.append(PciGpu(bus_id, device[2:] if device.startswith("0x") else device, driver, subsystem[2:]))
