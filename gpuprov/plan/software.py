@@ -62,11 +62,8 @@ def engine_note(facts: HostFacts, spec: HostSpec) -> str:
 
 def engine_packages(row: Distribution, spec: HostSpec) -> tuple[str, ...]:
     """Return the packages of docker from its chosen source, with its plugins; none without docker."""
-    if spec.docker in ("preinstalled", "none"):
-        return ()
-    if spec.docker == "docker-ce":
-        return _DOCKER_CE if row.docker_repository else ()
-    return row.docker_packages
+    sources = {"docker-ce": _DOCKER_CE if row.docker_repository else (), "distribution": row.docker_packages}
+    return sources.get(spec.docker, ())
 
 
 def wanted(driver: DriverSource) -> tuple[str, ...]:
