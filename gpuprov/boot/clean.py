@@ -34,8 +34,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     """Return the removal of an image's identity; empty for a host."""
     if facts.image is None:
         return ()
-    keys = facts.image.signing_keys if spec.image_remove_signing_key else ()
-    found = (*facts.image.identity, *keys)
+    found = (*facts.image.identity, *(facts.image.signing_keys if spec.image_remove_signing_key else ()))
     return (CleanImage(found, signing_keys=spec.image_remove_signing_key),) if found else ()
 
 

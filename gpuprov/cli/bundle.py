@@ -171,8 +171,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
                 # A key that does not sign, or a wrong passphrase, is known before the downloads.
                 collecting.sign(system, b"", sign_key, environment)
             made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
-            manifest = made.to_bytes()
-            signature = collecting.sign(system, manifest, sign_key, environment) if sign_key else b""
+            signature = collecting.sign(system, made.to_bytes(), sign_key, environment) if sign_key else b""
             _progress(f"writing {output}")
             with part.open("wb") as file:
                 write_bundle(file, made, lambda path: system.open(to.places[path]), signature)
@@ -262,8 +261,7 @@ def verify(file: str, bundle_key: str, as_json: bool) -> None:
     except GpuprovError as error:
         if not as_json:
             raise
-        problems = [vars(problem) for problem in error.problems]
-        say_text(json.dumps({"ok": False, "problems": problems}))
+        say_text(json.dumps({"ok": False, "problems": [vars(problem) for problem in error.problems]}))
         raise SystemExit(int(ExitCode.FAILED)) from None
     count = len(contents.manifest.files)
     if as_json:

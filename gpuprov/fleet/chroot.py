@@ -126,11 +126,9 @@ def _unfinished_error(done: Completed, root: str, strays: list[str]) -> GpuprovE
         what = f"no program of {root} can run: it is mounted noexec"
         return GpuprovError(what, f"{root}/usr", f"findmnt -T {root}/usr; mount -o remount,exec MOUNT")
     if done.returncode == _NO_PYTHON:
-        return GpuprovError(
-            "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later",
-            f"looked in {root} for {', '.join(PYTHONS)}",
-            f"install it there (chroot {root} apt-get install python3)",
-        )
+        what = "there is no Python in this root file system that gpuprov runs on: it must be 3.9 or later"
+        seen = f"looked in {root} for {', '.join(PYTHONS)}"
+        return GpuprovError(what, seen, f"install it there (chroot {root} apt-get install python3)")
     output = "\n".join(strays[-6:]) or "\n".join(done.stderr.strip().splitlines()[-5:])
     seen = f"exit code {done.returncode}: {output or 'no output'}"
     step = "is it of this machine's architecture, and may this process mount (root, CAP_SYS_ADMIN)?"

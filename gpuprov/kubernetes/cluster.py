@@ -215,8 +215,7 @@ def parse_pod(thing: Mapping[str, Any]) -> PodState | None:
 def parse_events(answer: Any) -> tuple[str, ...]:
     """Return the last events as sentences, each once, warnings first."""
     found = {_sentence(one): one.get("type") == "Warning" for one in items(answer)}
-    sentences = sorted((line for line in found if line), key=lambda line: not found[line])
-    return tuple(sentences[:_MOST_EVENTS])
+    return tuple(sorted(filter(None, found), key=lambda line: not found[line])[:_MOST_EVENTS])
 
 
 def _name(thing: Mapping[str, Any]) -> str:
