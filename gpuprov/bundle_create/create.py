@@ -50,10 +50,20 @@ def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Manifest:
     found = ((path, places[path], to.system.status(places[path])) for path in sorted(places))
     files = tuple(BundleFile(path, one.size if one else 0, to.system.sha256(place)) for path, place, one in found)
     return Manifest(
-        distribution=recipe.distribution, version=recipe.version, architecture=recipe.architecture, gpuprov=__version__,
-        driver_version=recipe.driver.version, driver_file=driver, cuda_version=recipe.cuda.version, cuda_file=cuda,
-        repository_key=repository_key, packages=packages, images=images, files=files, inputs=recipe.inputs(),
-    )  # fmt: skip
+        distribution=recipe.distribution,
+        version=recipe.version,
+        architecture=recipe.architecture,
+        gpuprov=__version__,
+        driver_version=recipe.driver.version,
+        driver_file=driver,
+        cuda_version=recipe.cuda.version,
+        cuda_file=cuda,
+        repository_key=repository_key,
+        packages=packages,
+        images=images,
+        files=files,
+        inputs=recipe.inputs(),
+    )
 
 
 # -- .run files ------------------------------------------------------------------------------------------------------

@@ -239,10 +239,16 @@ def make_recipe(wanted: Wanted, specs: Sequence[HostSpec]) -> Recipe:
     if wanted.fabric_manager:
         packages |= {*fabric_manager.packages(driver.version, manager_of(row), FabricFacts(), wanted.tables)}
     return Recipe(
-        distribution=row.id, version=_version(row, wanted), architecture=wanted.architecture, driver=driver,
-        cuda=cuda_run, packages=tuple(sorted(packages)), kernels=tuple(sorted(set(wanted.kernels))),
-        images=tuple(sorted(set(wanted.images))), **_sources(row, wanted, specs),
-    )  # fmt: skip
+        distribution=row.id,
+        version=_version(row, wanted),
+        architecture=wanted.architecture,
+        packages=tuple(sorted(packages)),
+        kernels=tuple(sorted(set(wanted.kernels))),
+        driver=driver,
+        cuda=cuda_run,
+        images=tuple(sorted(set(wanted.images))),
+        **_sources(row, wanted, specs),
+    )
 
 
 def _version(row: Distribution, wanted: Wanted) -> str:
@@ -391,8 +397,9 @@ def _cuda(specs: Sequence[HostSpec]) -> RunFile:
     """Return the one .run of the CUDA toolkit that specifications ask for; a path is a file that hosts have already."""
     asked = [spec for spec in specs if spec.cuda_url and not spec.cuda_url.startswith("/")]
     if asked and not any(spec.cuda for spec in asked):
+        seen = masked(asked[0].cuda_url)
         what = "which version of the CUDA toolkit its .run holds is not known"
-        raise UsageError(what, masked(asked[0].cuda_url), "add -e gpuprov_cuda=12.4")
+        raise UsageError(what, seen, "add -e gpuprov_cuda=12.4")
     found = _only((RunFile(spec.cuda, spec.cuda_url, spec.cuda_sha256) for spec in asked if spec.cuda), "CUDA toolkits")
     # NVIDIA publishes none.
     if found.url and not found.sha256:

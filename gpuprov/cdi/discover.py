@@ -119,13 +119,19 @@ def discover(
     rights += tuple(dict.fromkeys(node for gpu in gpus for device in gpu.mig for node in device.nodes))
     there = [(node, _status(system, node)) for node in (*nodes, *rights)]
     return DriverFacts(
-        kernel_version=kernel_version, library_version=library_version, gpus=gpus, libraries=libraries,
-        programs=programs, configuration=configuration, nodes=nodes, capability_nodes=rights,
+        kernel_version=kernel_version,
+        library_version=library_version,
+        gpus=gpus,
+        libraries=libraries,
+        programs=programs,
+        configuration=configuration,
         firmware=files.find_firmware(system, library_version),
         sockets=tuple(path for path in _SOCKETS if system.exists(path)),
+        nodes=nodes,
+        capability_nodes=rights,
         present=tuple(node.path for node, status in there if status),
         closed=tuple(node for node, status in there if status and node.mode & ~status.mode),
-    )  # fmt: skip
+    )
 
 
 def ask_nvml(system: System, driver: DriverFacts) -> DriverFacts:

@@ -202,10 +202,15 @@ def _observed(system: System, checks: Checks, report: SmiReport, before: Sequenc
         told = system.run(("nvidia-smi", "nvlink", "--status"), timeout=_SECONDS)
         links = parse_links(told.stdout) if told.ok else {one.uuid: one.links for one in before}
     return Memory(
-        schema=SCHEMA, date=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(system.clock())),
-        machine=_machine(system), gpus=gpus_in(report, links), driver=report.driver, kernel=system.kernel_release(),
-        gpuprov=__version__, engines=checks.engine_versions,
-    )  # fmt: skip
+        schema=SCHEMA,
+        date=time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(system.clock())),
+        machine=_machine(system),
+        gpus=gpus_in(report, links),
+        driver=report.driver,
+        kernel=system.kernel_release(),
+        gpuprov=__version__,
+        engines=checks.engine_versions,
+    )
 
 
 def _machine(system: System) -> str:

@@ -356,10 +356,16 @@ def way(driver: DriverSource) -> Way:
     if found:
         return Way(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
-    return Way(Unloading(
-        running.version, running.modules, (*display, *running.units), tuple(sorted(running.containers.values())),
-        _drm_nodes(facts), facts.reboot.boot_id if can_wait else "",
-    ))  # fmt: skip
+    return Way(
+        Unloading(
+            version=running.version,
+            modules=running.modules,
+            units=(*display, *running.units),
+            containers=tuple(sorted(running.containers.values())),
+            devices=_drm_nodes(facts),
+            boot_id=facts.reboot.boot_id if can_wait else "",
+        )
+    )
 
 
 def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:

@@ -56,10 +56,14 @@ def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[s
     folder = metrics.rpartition("/")[0]
     has_folder = bool(folder) and (status := system.status(folder)) is not None and status.kind == "directory"
     return WatchFacts(
-        files=found, program=file_digest(system, PROGRAM), agent_path=agent_path, extra=dict(extra),
+        files=found,
+        program=file_digest(system, PROGRAM),
         agent=file_digest(system, agent_path) if metrics and agent_path else "",
-        link=link.target if link is not None else "", folders=(folder,) if has_folder else (),
-    )  # fmt: skip
+        agent_path=agent_path,
+        link=link.target if link is not None else "",
+        folders=(folder,) if has_folder else (),
+        extra=dict(extra),
+    )
 
 
 def stored(content: bytes | None) -> dict[str, Any]:

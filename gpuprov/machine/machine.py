@@ -112,10 +112,14 @@ def gather_os(system: System) -> OperatingSystem:
         include_lsb=False, include_uname=False, include_oslevel=False, root_dir=str(system.root)
     ).os_release_info()
     return OperatingSystem(
-        id=found.get("id", ""), version=found.get("version_id", ""), codename=found.get("version_codename", ""),
-        like=tuple(found.get("id_like", "").split()), name=found.get("pretty_name", found.get("id", "unknown")),
-        ubuntu_codename=found.get("ubuntu_codename", ""), variant=found.get("variant_id", ""),
-    )  # fmt: skip
+        id=found.get("id", ""),
+        version=found.get("version_id", ""),
+        codename=found.get("version_codename", ""),
+        like=tuple(found.get("id_like", "").split()),
+        name=found.get("pretty_name", found.get("id", "unknown")),
+        ubuntu_codename=found.get("ubuntu_codename", ""),
+        variant=found.get("variant_id", ""),
+    )
 
 
 def gather_kernel(system: System) -> Kernel:
