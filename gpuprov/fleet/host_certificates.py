@@ -72,7 +72,7 @@ def _unfit(found: SSHCertificate, host: str, now: float) -> str:
     names = [name.decode("utf-8", "replace") for name in found.valid_principals]
     # ssh(1) does not read such a certificate.
     if len(names) > _MOST_NAMES:
-        return f"has {len(names)} names, more than ssh reads"
+        return f"has more than {_MOST_NAMES} names, which ssh does not read"
     if b"\0" in found.key_id + b"".join(found.valid_principals):
         return "has a NUL in a name"
     # Word by word: what looks like a pattern is none.

@@ -84,7 +84,7 @@ def string(*parts: bytes) -> bytes:
     [
         (b"x", (b"gpu1",), b"ssh-ed25519", ""),
         (b"x", (b"gpu1", *[b"x"] * 255), b"ssh-ed25519", ""),
-        (b"x", (b"gpu1", *[b"x"] * 256), b"ssh-ed25519", "has 257 names, more than ssh reads"),
+        (b"x", (b"gpu1", *[b"x"] * 256), b"ssh-ed25519", "has more than 256 names, which ssh does not read"),
         (b"x", (b"gpu1\0.example.org",), b"ssh-ed25519", "has a NUL in a name"),
         (b"x", (b"gpu1", b"gpu2\0"), b"ssh-ed25519", "has a NUL in a name"),
         (b"x\0y", (b"gpu1",), b"ssh-ed25519", "has a NUL in a name"),
