@@ -265,7 +265,7 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
     # Shells and run_command report a signal as 128 and its number.
     trouble = "" if done.ok else f"killed by signal {code - 128}" if 128 < code < 193 else f"exit code {code}"
     if done.returncode == TIMED_OUT and (done.seconds >= timeout or stop()):
-        trouble = f"it took longer than {timeout:g} s" if done.seconds >= timeout else "it was stopped by Ctrl-C"
+        trouble = f"it took longer than {timeout:g} s" if done.seconds >= timeout else "it was stopped with this run"
         stderr = stderr.rpartition("\n")[0]  # run_command's own line is the last one
     output = stderr if plain(stderr).strip() else done.stdout
     lines = [line[:_LONGEST_LINE] for line in output.split("\n") if line.strip()]

@@ -46,7 +46,7 @@ _MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
 _ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"
 _HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
-_STOPPED_BY_CTRL_C = Problem("not run: stopped by Ctrl-C before it began", "", "run the same command again")
+_NOT_BEGUN = Problem("not run: this run was stopped before", "", "run the same command again")
 
 
 @dataclass(eq=False)
@@ -101,7 +101,7 @@ class Fleet:
         """Start no further host; at the second call, close the connections of running ones."""
         self.interruptions += 1
         self.ended_by = self.ended_by or code
-        self.stopped = self.stopped or _STOPPED_BY_CTRL_C
+        self.stopped = self.stopped or _NOT_BEGUN
         drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
         if drained:
             self.output(f"drained now: {listed(drained)}; the report says who still is in the end")
@@ -467,4 +467,4 @@ def run_here(request: Request, sink: Sink, stop_requested: Callable[[], bool]) -
 
 def _left() -> GpuprovError:
     next_step = "the agent on the host continues; run the same command again to get its result"
-    return GpuprovError("left by Ctrl-C while it ran", "", next_step)
+    return GpuprovError("left while it ran, as this run was stopped", "", next_step)

@@ -203,7 +203,7 @@ def test_second_ctrl_c_leaves_hosts_that_would_run_for_long(tmp_path: Path) -> N
         done = _interrupted(inventory, times=2)
     results = json.loads(done.splitlines()[-1])["hosts"]
     assert [host["problems"][0]["what"] for host in results] == [
-        *["left by Ctrl-C while it ran"] * 2, *["not run: stopped by Ctrl-C before it began"] * 2,
+        *["left while it ran, as this run was stopped"] * 2, *["not run: this run was stopped before"] * 2,
     ]  # fmt: skip
 
 

@@ -194,7 +194,7 @@ def test_timeout_ends_the_command_and_its_children(tmp_path: Path, monkeypatch: 
 
 
 def test_stop_ends_the_command() -> None:
-    assert run_host_command(("sleep", "3600"), 3600, lambda: True).trouble == "it was stopped by Ctrl-C"
+    assert run_host_command(("sleep", "3600"), 3600, lambda: True).trouble == "it was stopped with this run"
 
 
 def test_grandchild_that_keeps_the_pipes_open_is_not_waited_for() -> None:

@@ -92,7 +92,7 @@ def test_a_host_that_is_left_during_verify_is_not_said_to_fail(site: Site, drain
     site.answer = answer  # type: ignore[method-assign]
     (result,) = site.run("a", rollout=BACK, drain=drain)
     assert (of(site, "a"), result.rolled_back) == (calls, "")
-    assert [one.what for one in result.problems] == ["left by Ctrl-C while it ran"]
+    assert [one.what for one in result.problems] == ["left while it ran, as this run was stopped"]
 
 
 def test_checks_of_a_host_that_went_back_are_those_after_it() -> None:

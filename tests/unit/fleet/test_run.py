@@ -155,7 +155,7 @@ def test_first_interrupt_starts_no_further_host_and_lets_the_running_one_finish(
     fleet = Scripted(script, forks=1)
     results = run(fleet)
     assert (results[0].exit_code, results[0].changed) == (ExitCode.DONE, 1)
-    assert {result.problems[0].what for result in results[1:]} == {"not run: stopped by Ctrl-C before it began"}
+    assert {result.problems[0].what for result in results[1:]} == {"not run: this run was stopped before"}
 
 
 def test_ctrl_c_is_an_interruption_and_not_an_exception() -> None:
