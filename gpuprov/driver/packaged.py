@@ -66,8 +66,10 @@ class InstallDriverPackages(InstallPackages):
         if asked is None or asked.unanswered:
             return ()
         offered = parse_madison(asked.stdout)
-        gone = [one for one in there.items() if one[1] not in offered.get(one[0].partition(":")[0], ())]
-        lost = [f"{name}={version}" for name, version in gone if not _cached(system, name, version)]
+        lost = [
+            f"{name}={version}" for name, version in there.items()
+            if version not in offered.get(name.partition(":")[0], ()) and not _cached(system, name, version)
+        ]  # fmt: skip
         return _way_back(there, lost, _first_of(there))
 
     @classmethod

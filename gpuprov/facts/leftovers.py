@@ -134,8 +134,9 @@ def _told_by_docker(system: System, found: Leftovers) -> Leftovers:
                 folder_users.append(container)
         if runtime.startswith("nvidia") and state not in ("created", "exited", "dead"):
             running.append(container)
-    volumes, once = tuple(Volume(name, driver, users[name]) for driver, name in rows), dict.fromkeys(folder_users)
-    return replace(found, volumes=volumes, running=tuple(running), folder_users=tuple(once))
+    volumes = tuple(Volume(name, driver, users[name]) for driver, name in rows)
+    users_once = tuple(dict.fromkeys(folder_users))
+    return replace(found, volumes=volumes, running=tuple(running), folder_users=users_once)
 
 
 def _containers(system: System) -> list[tuple[str, ...]]:

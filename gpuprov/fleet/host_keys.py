@@ -172,19 +172,29 @@ class KeyCheck:
             return
         offers = f"it offers {key_type} {fingerprint(offered)}" + (f"\nits certificate {fault}" if signers else "")
         if is_revoked or others:
-            seen_at = dict.fromkeys((*known, *(entry for entry in bare if entry.revoked)))
-            places = (f"{entry.place} has {entry.key_type} {fingerprint(entry.key)}" for entry in seen_at)
-            what = "revoked: do not trust this host until it has new ones"
-            step = "on the host, as root: rm /etc/ssh/ssh_host_*_key*; ssh-keygen -A; then restart sshd"
-            if unsigned:
-                what = "signed by an authority that is revoked: do not trust its certificate"
-                step = "have another authority sign the host's key, or remove HostCertificate from its sshd_config"
-            elif not is_revoked:
-                what = "changed: the host was reinstalled, or someone is intercepting the connection"
-                step = (f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f "
-                        f"{others[0].place.rpartition(':')[0]}, then run again with {ACCEPT_OPTION}")  # fmt: skip
-            seen = "\n".join((offers, *places))
-            raise GpuprovError(f"{self.name}: host key {what}", seen, step, exit_code=ExitCode.UNREACHABLE)
+            places = (*known, *(entry for entry in bare if entry.revoked))
+            raise self._refusal(offers, places, others, revoked=is_revoked, unsigned=unsigned)
+        self._accept(key_type, offered, offers)
+
+    def _refusal(
+        self, offers: str, entries: Sequence[KnownKey], others: Sequence[KnownKey], *, revoked: bool, unsigned: bool
+    ) -> GpuprovError:
+        """Return the error for a key that is revoked, signed by a revoked authority, or not the one that is known."""
+        what = "revoked: do not trust this host until it has new ones"
+        step = "on the host, as root: rm /etc/ssh/ssh_host_*_key*; ssh-keygen -A; then restart sshd"
+        if unsigned:
+            what = "signed by an authority that is revoked: do not trust its certificate"
+            step = "have another authority sign the host's key, or remove HostCertificate from its sshd_config"
+        elif not revoked:
+            what = "changed: the host was reinstalled, or someone is intercepting the connection"
+            step = (f"if the host was reinstalled: ssh-keygen -R '{self.name}' -f "
+                    f"{others[0].place.rpartition(':')[0]}, then run again with {ACCEPT_OPTION}")  # fmt: skip
+        places = (f"{one.place} has {one.key_type} {fingerprint(one.key)}" for one in dict.fromkeys(entries))
+        seen = "\n".join((offers, *places))
+        return GpuprovError(f"{self.name}: host key {what}", seen, step, exit_code=ExitCode.UNREACHABLE)
+
+    def _accept(self, key_type: str, offered: bytes, offers: str) -> None:
+        """Store an unknown key if the user allows it. Raises GpuprovError otherwise."""
         files = self.known.user_files
         if not self.accept_new:
             raise GpuprovError(

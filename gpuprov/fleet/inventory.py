@@ -433,7 +433,8 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         method = method or configured("DEFAULT_BECOME_METHOD")
     arguments = arguments or SshArguments()
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
-    python = re.sub(r"^auto.*", "", given["python"] or configured("INTERPRETER_PYTHON"))
+    python = given["python"] or configured("INTERPRETER_PYTHON")
+    python = "" if python.startswith("auto") else python
     is_port = re.fullmatch("[0-9]{1,5}|", port) and int(port or 1) in range(1, 65536)
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.

@@ -168,7 +168,9 @@ def _listed(values: list[str], *, legacy: bool) -> list[str] | None:
     if not items or "void" in items:
         return None
     decisive = next((item for item in items if item in ("all", "none")), None)
-    return items if decisive is None else ["all"] if decisive == "all" else []
+    if decisive is None:
+        return items
+    return ["all"] if decisive == "all" else []
 
 
 def _refuse_other_kinds(request: DeviceRequest, settings: Settings) -> None:
