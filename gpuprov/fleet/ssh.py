@@ -136,7 +136,9 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     known = host_keys.KnownHosts(files, system)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
-    check = host_keys.KeyCheck(known, host, accept_new=accept_new, port=port)
+    revoked = options.get("revokedhostkeys", "").removeprefix("none")
+    signing = options.get("casignaturealgorithms", "")
+    check = host_keys.KeyCheck(known, host, accept_new, port, revoked, signing)
     connection.client.set_missing_host_key_policy(check)
 
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
@@ -174,14 +176,18 @@ def _transport(
     if isinstance(sock, ProxyCommand):
         sock.recv = lambda size: _read_from(sock, size)
 
-    class Certified(Transport):  # type: ignore[misc]  # paramiko has no types
+    by_certificate = bool(check.authorities() or check.revoked_file)  # which may name an authority
+    allowed = connection.ssh_config.get("hostkeyalgorithms", "").split(",")
+
+    class Preferring(Transport):  # type: ignore[misc]  # paramiko has no types
         """Asks for a certificate first, as ssh(1) does of a host that an authority signs for."""
 
         @property
         def preferred_keys(self) -> tuple[str, ...]:
-            return tuple(sorted(super().preferred_keys, key=lambda kind: "-cert-" not in kind))
+            kinds = (kind for kind in super().preferred_keys if kind in allowed or allowed == [""])
+            return tuple(sorted(kinds, key=lambda kind: by_certificate and "-cert-" not in kind))
 
-    made = (Certified if check.authorities() else Transport)(sock, **others)
+    made = Preferring(sock, **others)
     _bound_banner(made)
     security = made.get_security_options()
     security.key_types = host_keys.preferred_key_types(check.known.keys(check.name), security.key_types)

@@ -85,18 +85,33 @@ def _keygen(*words: object) -> None:
     subprocess.run(("ssh-keygen", "-q", *map(str, words)), check=True, stderr=subprocess.DEVNULL)
 
 
+_NAMED = ("-h", "-n", "127.0.0.1")
+
+
+@pytest.fixture(scope="module")
+def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with two authorities, a server's key, and lists (KRL) that revoke each of them."""
+    folder = tmp_path_factory.mktemp("keys")
+    for name, kind in (("ca", "ed25519"), ("other", "ed25519"), ("key", "rsa")):
+        _keygen("-t", kind, "-N", "", "-f", folder / name)
+        _keygen("-k", "-f", folder / f"krl-{name}", folder / f"{name}.pub")
+    (folder / "broken-krl").write_bytes((folder / "krl-key").read_bytes()[:40])
+    (folder / "broken").write_text("127.0.0.1\n")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("signed", "lines", "refused"),
     [
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority [127.0.0.1]:{port} {authority}",), ""),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority 127.0.0.* {authority}",), ""),
+        (_NAMED, ("@cert-authority [127.0.0.1]:{port} {authority}",), ""),
+        (_NAMED, ("@cert-authority 127.0.0.* {authority}",), ""),
         (("-h", "-n", "127.*"), ("@cert-authority * {authority}",), "its certificate is for 127.*"),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority 127.0.0.2 {authority}",), "is unknown"),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {other}",), "signed by no authority"),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {authority}"), "is revoked"),
+        (_NAMED, ("@cert-authority 127.0.0.2 {authority}",), "is unknown"),
+        (_NAMED, ("@cert-authority * {other}",), "signed by no authority"),
+        (_NAMED, ("@cert-authority * {authority}", "@revoked * {authority}"), "is revoked"),
         # A revoked authority stops ssh before it looks at the key.
         (
-            ("-h", "-n", "127.0.0.1"),
+            _NAMED,
             ("@cert-authority * {authority}", "@revoked * {authority}", "[127.0.0.1]:{port} {key}"),
             "is revoked",
         ),
@@ -105,7 +120,7 @@ def _keygen(*words: object) -> None:
         (("-h", "-n", "gpu1"), ("HostKeyAlias=[gpu1]:22", "@cert-authority * {authority}"), "its certificate is for"),
         (("-h", "-n", "gpu1"), ("HostKeyAlias=[gpu1]:22", "@cert-authority gpu1 {authority}"), "is unknown"),
         (("-h", "-n", "[gpu1]:22"), ("HostKeyAlias=[gpu1]:22", "@cert-authority * {authority}"), ""),
-        (("-h", "-n", "127.0.0.1"), ("@cert-authority * {authority}", "@revoked * {key}"), "revoked"),
+        (_NAMED, ("@cert-authority * {authority}", "@revoked * {key}"), "revoked"),
         (("-h", "-n", "gpu1"), ("@cert-authority * {authority}",), "its certificate is for gpu1"),
         (("-n", "127.0.0.1"), ("@cert-authority * {authority}",), "its certificate is a user's"),
         (("-h", "-n", "127.0.0.1", "-V", "20200101:20200102"), ("@cert-authority * {authority}",), "has expired"),
@@ -118,34 +133,54 @@ def _keygen(*words: object) -> None:
         ((), ("127.0.0.1 {key}", "@revoked 127.0.0.1 {key}"), "revoked"),
         ((), ("127.0.0.1 {other}",), "is unknown"),
         ((), ("127.0.0.1 {key}", "[127.0.0.1]:{port} {other}"), "host key changed"),
+        # A list of keys, and a KRL.
+        ((), ("RevokedHostKeys={folder}/other.pub", "127.0.0.1 {key}"), ""),
+        ((), ("RevokedHostKeys={folder}/key.pub", "127.0.0.1 {key}"), "host key revoked"),
+        ((), ("RevokedHostKeys={folder}/krl-other", "127.0.0.1 {key}"), ""),
+        ((), ("RevokedHostKeys={folder}/krl-key", "127.0.0.1 {key}"), "host key revoked"),
+        ((), ("RevokedHostKeys={folder}/none", "127.0.0.1 {key}"), "RevokedHostKeys can't be read"),
+        ((), ("RevokedHostKeys={folder}/broken", "127.0.0.1 {key}"), "RevokedHostKeys can't be read"),
+        ((), ("RevokedHostKeys={folder}/broken-krl", "127.0.0.1 {key}"), "RevokedHostKeys can't be read"),
+        (_NAMED, ("RevokedHostKeys={folder}/other.pub", "@cert-authority * {authority}"), ""),
+        (_NAMED, ("RevokedHostKeys={folder}/ca.pub", "@cert-authority * {authority}"), "is revoked"),
+        (_NAMED, ("RevokedHostKeys={folder}/ca.pub", "127.0.0.1 {key}"), "is revoked"),
+        (_NAMED, ("RevokedHostKeys={folder}/krl-other", "@cert-authority * {authority}"), ""),
+        (_NAMED, ("RevokedHostKeys={folder}/krl-ca", "@cert-authority * {authority}"), "host key revoked"),
+        (_NAMED, ("RevokedHostKeys={folder}/krl-key", "@cert-authority * {authority}"), "host key revoked"),
+        (_NAMED, ("CASignatureAlgorithms=ssh-ed25519", "@cert-authority * {authority}"), ""),
+        (_NAMED, ("CASignatureAlgorithms=rsa-sha2-512", "@cert-authority * {authority}"), "is signed with ssh-ed25519"),
+        (_NAMED, ("CASignatureAlgorithms=rsa-sha2-512", "@cert-authority * {authority}", "127.0.0.1 {key}"), ""),
+        (_NAMED, ("HostKeyAlgorithms=rsa-sha2-512", "@cert-authority * {authority}"), "its certificate is missing"),
+        (_NAMED, ("HostKeyAlgorithms=rsa-sha2-512", "@cert-authority * {authority}", "127.0.0.1 {key}"), ""),
+        ((), ("HostKeyAlgorithms=rsa-sha2-*", "127.0.0.1 {key}"), ""),
+        ((), ("HostKeyAlgorithms=-rsa*", "127.0.0.1 {key}"), "is not a compatible SSH server"),
     ],
 )  # fmt: skip
 def test_a_certificate_counts_as_it_does_for_ssh(
-    tmp_path: Path, signed: tuple[str, ...], lines: tuple[str, ...], refused: str
+    tmp_path: Path, keys: Path, signed: tuple[str, ...], lines: tuple[str, ...], refused: str
 ) -> None:
-    for name, kind in (("ca", "ed25519"), ("other", "ed25519"), ("key", "rsa")):
-        _keygen("-t", kind, "-N", "", "-f", tmp_path / name)
-    more = f"HostKey {tmp_path}/key\nHostKeyAlgorithms rsa-sha2-512-cert-v01@openssh.com,rsa-sha2-512"
+    more = f"HostKey {keys}/key\nHostKeyAlgorithms rsa-sha2-512-cert-v01@openssh.com,rsa-sha2-512"
     if signed:
-        _keygen("-s", tmp_path / "ca", "-I", "x", *signed, tmp_path / "key.pub")
-        more += f"\nHostCertificate {tmp_path}/key-cert.pub"
+        _keygen("-s", keys / "ca", "-I", "x", *signed, keys / "key.pub")
+        more += f"\nHostCertificate {keys}/key-cert.pub"
     public = {
-        word: " ".join((tmp_path / f"{name}.pub").read_text().split()[:2])
+        word: " ".join((keys / f"{name}.pub").read_text().split()[:2])
         for word, name in (("authority", "ca"), ("other", "other"), ("key", "key"))
     }
     known = tmp_path / "known_hosts"
     with serving(more=more) as server:
-        aliases = [line for line in lines if line.startswith("HostKeyAlias=")]
-        known.write_text("".join(f"{line.format(port=server.port, **public)}\n" for line in lines[len(aliases) :]))
+        texts = [line.format(port=server.port, folder=keys, **public) for line in lines]
+        settings = [text for text in texts if re.match(r"\w+=", text)]
+        known.write_text("".join(f"{text}\n" for text in texts[len(settings) :]))
         options = (
-            "StrictHostKeyChecking=yes", f"UserKnownHostsFile={known}", "GlobalKnownHostsFile=/dev/null", *aliases,
+            "StrictHostKeyChecking=yes", f"UserKnownHostsFile={known}", "GlobalKnownHostsFile=/dev/null", *settings,
         )  # fmt: skip
         words = ("-i", str(server.identity), "-p", str(server.port), *(f"-o{one}" for one in options), "root@127.0.0.1")
         done = subprocess.run(("ssh", "-F", "none", *words, "true"), check=False, capture_output=True, text=True)
         assert done.returncode == (255 if refused else 0), done.stderr
         target = server.target(tmp_path)
-        given = (*target.ssh_options, *(("HostKeyAlias", line.partition("=")[2]) for line in aliases))
-        target = dataclasses.replace(target, ssh_options=given)
+        given = (tuple(setting.split("=")) for setting in settings)
+        target = dataclasses.replace(target, ssh_options=(*target.ssh_options, *given))
         if refused:
             problem = failure(target, REFUSING).problems[0]
             assert refused in f"{problem.what}\n{problem.evidence}"
