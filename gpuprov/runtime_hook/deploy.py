@@ -212,15 +212,24 @@ def compile_module(name: str, source: bytes) -> tuple[CodeType, tuple[list[str],
 
     And the modules of the package that it imports at once, and all that it ever imports.
     """
-    tree = ast.parse(source)
-    imports = _imported(tree.body), _imported(ast.walk(tree))
-    return _without_lines(compile(_Bare().visit(tree), name, "exec", dont_inherit=True, optimize=2)), imports
+    tree, bare = ast.parse(source), _Bare()
+    at_once = _imported(tree.body)
+    code = compile(bare.visit(tree), name, "exec", dont_inherit=True, optimize=2)
+    return _without_lines(code), (at_once, _imported(bare.imports))
 
 
 class _Bare(ast.NodeTransformer):
-    """Takes annotations away, and with them the imports of __future__ and typing."""
+    """Takes annotations away, and with them the imports of __future__ and typing; collects the other imports."""
+
+    def __init__(self) -> None:
+        self.imports: list[ast.ImportFrom] = []
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Leave expressions out: they have neither, and are most of the tree."""
+        return node if isinstance(node, ast.expr) else super().generic_visit(node)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> ast.AST | None:
+        self.imports.append(node)
         return None if node.module in ("__future__", "typing") else node
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
