@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
 from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import discover
@@ -22,6 +21,7 @@ from gpuprov.facts.boot import IN_USE_MARK
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages.managers import manager_of
+from gpuprov.protocol.dataclass import asdict, dataclass, fields, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.tables import Tables
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import configparser
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Callable, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
@@ -20,6 +19,7 @@ from gpuprov.packages import sources
 from gpuprov.packages.keys import RPM_KEYS, InstallKey, InstallRpmKey, armored, dearmored, fingerprints
 from gpuprov.packages.retired import REPOSITORY
 from gpuprov.packages.rpm import RpmManager
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec, SiteRepository

@@ -7,7 +7,6 @@ After that nothing differs but the program that engines/ register as the runtime
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
@@ -32,6 +31,7 @@ from gpuprov.engines.known import NVIDIA_RUNTIME, RuntimeEntry
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
 from gpuprov.packages.retired import TOOLKIT
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook import deploy

@@ -4,8 +4,6 @@ A second process, in its own session, does the work. The first one only relays i
 relay dies with it, and the work continues to its end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import json
@@ -17,13 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable
 
 from gpuprov.core.commands import lift_memory_limit, run_command
 from gpuprov.core.files import write_whole
 from gpuprov.protocol.codec import WrongDataError, load, parse
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, resource_problem
 from gpuprov.protocol.events import ChangeStarted, Event, EventReader, Finished, Kept, to_line
 from gpuprov.protocol.request import Request, request_from_line
@@ -50,12 +48,6 @@ _START_SCOPE = (
     "StartTransientUnit", "ssa(sv)a(sa(sv))",
 )  # fmt: skip
 _SCOPE_SECONDS = 10
-# What an installation imports after all else, the earliest first.
-LATE_MODULES = (
-    "gpuprov/plan/*.py", "gpuprov/*.py", "gpuprov/boot/*.py", "gpuprov/driver/*.py", "gpuprov/packages/*.py",
-    "gpuprov/checks/cuda/*.py", "urllib3/*.py", "urllib3/util/*.py", "requests/*.py", "charset_normalizer/*.py",
-    "pynvml.py",
-)  # fmt: skip
 # Carries out a request in a new session and writes its events into a pipe; returns its exit code.
 Work = Callable[[Request, int], int]
 _REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
@@ -82,8 +74,6 @@ def main() -> None:
     # Ended by it before it is listened to, the worker would leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     worker, reading = start_worker(request, _work)
-    if request.command == "install":
-        _compile_late_modules(reading)
     raise SystemExit(_relay(worker, reading))
 
 
@@ -117,25 +107,6 @@ def _relay(worker: int, reading: int) -> int:
                     send(signal.SIGUSR1)
     _, status = os.waitpid(worker, 0)
     return os.WEXITSTATUS(status) if os.WIFEXITED(status) else 128 + os.WTERMSIG(status)
-
-
-def _compile_late_modules(last_file: int) -> None:
-    """Write byte code that is missing, beside the worker, which is still busy with the modules that it imports first.
-
-    Measured with two processors: an agent's first run takes 0.2 s less. `last_file`: of those that this process has.
-    """
-    if os.fork():
-        return
-    os.closerange(0, last_file + 1)  # the caller waits for all who can write to it
-    import py_compile
-    from importlib.util import cache_from_source
-
-    folder = Path(__file__).parents[2]
-    with contextlib.suppress(OSError):  # a full disk: the worker compiles for itself
-        for path in (path for pattern in LATE_MODULES for path in sorted(folder.glob(pattern))):
-            if not Path(cache_from_source(str(path))).exists():
-                py_compile.compile(str(path), quiet=2)
-    os._exit(0)
 
 
 def start_worker(request: Request, work: Callable[[Request, int], int]) -> tuple[int, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.bundle.open import OpenBundle
@@ -13,6 +12,7 @@ from gpuprov.engines import docker, known
 from gpuprov.facts.kernels import newest_kernel
 from gpuprov.machine.machine import gather_displays
 from gpuprov.machine.pci import gather_gpus
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Level, Note, Sink
 from gpuprov.protocol.request import Request

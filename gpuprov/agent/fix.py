@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 
 from gpuprov.agent import repair
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
@@ -18,6 +17,7 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver.recommended import completed
 from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import ChangeDone, Finished, Kept, Planned, PlannedChange
 from gpuprov.protocol.words import counted

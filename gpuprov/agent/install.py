@@ -1,11 +1,8 @@
 """The installation: resume what was interrupted, resolve the spec, plan, apply, look again; and its dry run."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gpuprov
@@ -34,6 +31,7 @@ from gpuprov.plan.inputs import gather_for, resolve
 from gpuprov.plan.steps import CHANGE_KINDS, Plan, StepChange, make_plan
 from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.codec import dump
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import ChosenDriver, Finished, Planned, PlannedChange
 from gpuprov.protocol.request import Request

@@ -7,7 +7,6 @@ part of the agent's file, so the plugin finds it with the agent.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Annotated, Any
 
 from gpuprov.agent.result import Recorder
@@ -15,6 +14,7 @@ from gpuprov.agent.site_tables import for_request
 from gpuprov.agent.window import parse_window
 from gpuprov.protocol import words
 from gpuprov.protocol.codec import Limit, Line, LongText, Name, Text, load, parse
+from gpuprov.protocol.dataclass import asdict, astuple, dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import MOST, CheckDone, Event, EventReader, Finished, MaybeChosen, Upgrade, no_agent_sends
 from gpuprov.protocol.request import COMMANDS, Request

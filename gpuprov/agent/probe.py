@@ -13,7 +13,6 @@ import os
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +20,7 @@ from gpuprov.core.commands import SYSTEM_PATH, Completed, first_match
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
 from gpuprov.facts.interpreter import NAMES, OLDEST, PLATFORM_PYTHON
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 if TYPE_CHECKING:

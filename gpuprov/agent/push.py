@@ -8,11 +8,11 @@ from __future__ import annotations
 import pkgutil
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from gpuprov.agent.probe import Probe, account_problem, sudo_problem
 from gpuprov.core.commands import NOT_EXECUTABLE, Completed
 from gpuprov.core.places import CACHE_DIRECTORY
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Union
 
 from gpuprov.agent.context import RunContext
@@ -28,6 +27,7 @@ from gpuprov.facts.gpus import UNIT as FABRIC_MANAGER
 from gpuprov.facts.gpus import gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.codec import WrongDataError, dump, load, parse
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, os_errors
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, Finished, HealthFound, Kept, Note, PlannedChange
 from gpuprov.protocol.models import generation_of

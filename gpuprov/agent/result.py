@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Optional, Union
 
 from gpuprov.protocol import events
 from gpuprov.protocol.advisories import DRIVER, TOOLKIT, Advisory, Vulnerabilities, vulnerabilities
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, Problem, worst
 from gpuprov.protocol.events import CheckDone, Event, PlannedChange
 from gpuprov.protocol.versions import count_in

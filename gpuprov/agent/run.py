@@ -9,7 +9,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Callable
 
 from gpuprov import __version__
@@ -26,6 +25,7 @@ from gpuprov.facts.driver import version_difference
 from gpuprov.facts.host import facts_to_json, gather
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.advisories import known_vulnerabilities
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped, UsageError
 from gpuprov.protocol.events import ChangeDone, ChangeStarted, Event, FactsGathered, Finished, Sink, Started
 from gpuprov.protocol.request import MOST_MINUTES, Request

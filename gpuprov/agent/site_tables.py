@@ -4,8 +4,6 @@ Advisories and known problems: the files that `gpuprov advisories update` wrote 
 of GPUs, MIG layouts and the distributions' servers: the files that the specification names.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
 from gpuprov.agent.install import forget_resume
@@ -27,6 +26,7 @@ from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.boot import gather_reboot
 from gpuprov.packages.interface import require_answer
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import Finished, Planned, PlannedChange
 from gpuprov.protocol.words import counted

@@ -3,8 +3,6 @@
 It changes only its own file on the host. While another run holds the host's lock, it skips and says so.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from dataclasses import replace

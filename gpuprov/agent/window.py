@@ -6,10 +6,10 @@ What counts is the clock on the wall, as in kured: where it jumps, a window is s
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from datetime import datetime, timezone, tzinfo
 from typing import Optional
 
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem, UsageError
 
 _DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, Tell, WriteFile, parent_of
@@ -12,6 +11,7 @@ from gpuprov.facts.boot import SSH_KEYGEN
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import MACHINE_ID, gather_identity, gather_signing_keys
 from gpuprov.machine.pci import MARK
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import IMAGE, HostSpec
 
 _MARK_TEXT = b"""\

@@ -1,7 +1,5 @@
 """The plain flags that this host's GPUs and driver need, for `gpuprov docker-args` and `gpuprov serve`."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

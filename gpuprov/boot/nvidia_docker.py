@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, WriteFile, restore_path
 from gpuprov.core.system import System
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import HostSpec
 
 _MODE = 0o755

@@ -6,7 +6,6 @@ import importlib.util
 import io
 import zipfile
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from string import Template
@@ -19,6 +18,7 @@ from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import gpudirect, mig
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import boot
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _MODULES = (
     "__init__", "boot/__init__", "boot/program_main", "core/__init__", "core/changes", "core/commands", "core/files",
     "core/lock", "core/proxy", "core/system", "machine/__init__", "machine/pci", "protocol/__init__",
-    "protocol/codec", "protocol/errors", "protocol/secrets", "protocol/words",
+    "protocol/codec", "protocol/dataclass", "protocol/errors", "protocol/secrets", "protocol/words",
     # nvidia-docker and `gpuprov serve`.
     "boot/docker_args", "boot/gpu_report_child", "boot/serve", "engines/__init__",
     "engines/nvidia_docker_command", "engines/plain_flags",

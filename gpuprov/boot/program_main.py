@@ -5,8 +5,6 @@ again if they are out of date; `serve` answers old scripts (boot/serve.py). It n
 file (prepare.py). The command nvidia-docker lies in the same file (engines/nvidia_docker_command.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 

@@ -1,9 +1,6 @@
 """Decide whether a host needs a reboot and why; the change that ends a run for it. agent/install.py reboots."""
 
-from __future__ import annotations
-
 import re
-from dataclasses import dataclass
 
 from gpuprov.cdi.discover import discover, load_driver
 from gpuprov.core.changes import Change, Json, NextAction, Tell
@@ -16,6 +13,7 @@ from gpuprov.facts.boot import IN_USE_MARK, REBOOT_ASKED
 from gpuprov.facts.kernels import LOADED_OPTIONS
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 
 _UNLOAD_SECONDS = 60

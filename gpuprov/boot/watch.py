@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.boot.prepare import content_of
@@ -25,6 +24,7 @@ from gpuprov.core.system import System, sha256_of
 from gpuprov.core.units import daemon_reload, systemctl
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.watch import LINK, OFF, PROGRAM, SERVICE, SERVICE_FILE, STAMP, STORED, TIMER, TIMER_FILE, stored
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 

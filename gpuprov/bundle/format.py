@@ -5,15 +5,13 @@ there is one. A header is accepted only if it is byte for byte what gpuprov writ
 links, devices, modes, owners, extensions and sparse files. `tar -tf` can read the file.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import BinaryIO, Callable
 
 from gpuprov.bundle.manifest import LARGEST_MANIFEST, LONGEST_PATH, MANIFEST, SIGNATURE, BundleFile, Manifest
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 

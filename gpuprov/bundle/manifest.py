@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gpuprov.core.places import KEYS, REPOSITORY_KEY
 from gpuprov.protocol.codec import WrongDataError, load, parse
+from gpuprov.protocol.dataclass import asdict, dataclass, field
 from gpuprov.protocol.errors import ExitCode, GpuprovError, require_format
 
 # 2: the repository is signed. 3: the CUDA toolkit may be included.

@@ -4,14 +4,11 @@ On a host every digest is checked before any content is used. The key in a bundl
 pins the fingerprint of the right key.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import hashlib
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,6 +18,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, REPOSITORY_KEY
 from gpuprov.core.system import System
 from gpuprov.packages.keys import fingerprints
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, UsageError, os_errors
 from gpuprov.protocol.words import counted
 

@@ -3,8 +3,6 @@
 The packages are chosen, and their signatures checked, by the hosts' own package manager (repository.py).
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from gpuprov import toolkit
@@ -19,6 +18,7 @@ from gpuprov.packages.dnf import DNF
 from gpuprov.packages.known_repositories import DKMS, TABLE, dkms_repository, vendor_key
 from gpuprov.packages.managers import manager_of
 from gpuprov.plan import software
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec

@@ -7,14 +7,11 @@ its fingerprint in the manifest, so it is trusted if the manifest is. The privat
 complete: nothing else can be signed with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pkgutil
 import re
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from gpuprov.bundle.manifest import BundlePackage, is_safe_path
 from gpuprov.bundle_create.recipe import ARCHIVES, Collection, Recipe, RpmSource
@@ -24,6 +21,7 @@ from gpuprov.packages.dpkg import proxy_options
 from gpuprov.packages.failures import finish_rpm
 from gpuprov.packages.interface import reporter
 from gpuprov.packages.keys import InstallKey, armored, fetch_pinned_key, fingerprints, key_ids
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 from gpuprov.repos import DEBIAN_ARCHITECTURES

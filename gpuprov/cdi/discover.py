@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from gpuprov.cdi import files, nvml
 from gpuprov.core.files import FileStatus
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass, replace
 
 _PROC = "/proc/driver/nvidia"
 # Sockets of services that programs in containers use. Not MPS's folder: the runtime looks at each start whether the

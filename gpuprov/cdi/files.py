@@ -8,9 +8,9 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.runtime_hook import ldcache
 from gpuprov.runtime_hook.driver_files import FOLDERS_32_BIT, LIB64, MULTIARCH, RHEL_32_BIT
 

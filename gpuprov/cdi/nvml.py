@@ -10,11 +10,11 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass, field
 
 # A GPU without a persistent client is initialised first: seconds for each. Less than a boot waits (boot/etc).
 _SECONDS = 60

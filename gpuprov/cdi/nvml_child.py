@@ -3,8 +3,6 @@
 Values that a driver or a GPU does not report are left out; without NVML the process exits with its error number.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import sys

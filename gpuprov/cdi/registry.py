@@ -4,17 +4,15 @@ Source: CDI's pkg/cdi/cache.go: a later folder wins over an earlier one; the sam
 conflict, and then there is no such device; an invalid file is an error of its own, and the others load.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.cdi.specification import SUFFIXES, Device, Specification, parse, problems, render_json
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.edits import apply_edits, merge_edits
 from gpuprov.runtime_hook.errors import Refused

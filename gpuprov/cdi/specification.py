@@ -11,10 +11,10 @@ import json
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass, replace
 from typing import Any, Callable, Optional
 
 from gpuprov.protocol.codec import load
+from gpuprov.protocol.dataclass import Field, dataclass, field, fields, is_dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.config import STAGES
 from gpuprov.runtime_hook.jsonio import unique

@@ -11,7 +11,6 @@ import copy
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Callable
 
 from gpuprov.checks import accept_commands, health
@@ -24,6 +23,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.running_driver import UNITS
 from gpuprov.facts.driver import gather_holders
 from gpuprov.protocol.codec import Name, WrongDataError, load, parse
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError, Stopped
 from gpuprov.protocol.events import CheckDone, Finished, GpuMeasured, HealthFound, Kept, Note, Sink
 from gpuprov.protocol.spec import AcceptCommand, HostSpec

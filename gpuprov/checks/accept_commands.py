@@ -4,8 +4,6 @@ Images and their output are hostile until checked: only figures and short words 
 those of DCGM 3 and 4, nvbandwidth 0.5 to 0.10, and nccl-tests 2.13 to 2.17.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

@@ -13,7 +13,6 @@ import functools
 import pkgutil
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any, Optional
 
 from gpuprov.checks.cuda.compatibility import Incompatibility, result_of
@@ -25,6 +24,7 @@ from gpuprov.core.commands import NOT_EXECUTABLE, NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
 from gpuprov.protocol.codec import Line, Name, WrongDataError, load, parse
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted

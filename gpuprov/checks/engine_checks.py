@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Callable
 
@@ -20,6 +19,7 @@ from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import knows_cdi
 from gpuprov.engines.known import ENGINES, EngineFacts, RuntimeEntry, kubernetes_programs
 from gpuprov.engines.other_engines import Registration
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 

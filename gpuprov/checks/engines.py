@@ -5,8 +5,6 @@ image that they run by default is made of the host's own C library and shell, so
 holds /bin/sh and what nvidia-smi is linked against; its tag is the digest of its content, so an engine gets it once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -14,7 +12,6 @@ import posixpath
 import re
 import tarfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Callable, Optional, Union
 
@@ -22,6 +19,7 @@ from gpuprov.checks.outcome import Failed, telling_line
 from gpuprov.checks.smi import SmiReport
 from gpuprov.core.commands import TIMED_OUT, Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 

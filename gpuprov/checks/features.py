@@ -1,7 +1,5 @@
 """Checks of `gpuprov verify` for what options add to a host: rows of options.json. Reads only."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterator

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 
 from gpuprov.checks.cuda.compatibility import result_of
 from gpuprov.checks.cuda_checks import DIVIDED, explain_image, source_of
@@ -11,6 +10,7 @@ from gpuprov.checks.engines import ALL, EngineTest
 from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, json_at, load
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.words import counted
 
 TORCH, TENSORFLOW = "torch", "tensorflow"

@@ -12,7 +12,6 @@ import functools
 import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.cdi.discover import is_excluded
@@ -25,6 +24,7 @@ from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts, gather_fabric
 from gpuprov.machine.machine import Kernel, gather_kernel
 from gpuprov.machine.pci import FOR_GUESTS, gather_gpus
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, Stopped
 from gpuprov.protocol.events import CheckDone, Finished, HealthFound, Note, Sink, Verdict
 from gpuprov.protocol.models import model_of

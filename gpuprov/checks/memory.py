@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Annotated
 
 from gpuprov import __version__
@@ -23,6 +22,7 @@ from gpuprov.facts.kernels import MACHINE_ID
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.codec import Limit, Name, WrongDataError, dump, load, parse
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.events import Level, Note, Sink
 from gpuprov.protocol.spec import IMAGE, HostSpec

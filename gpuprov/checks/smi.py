@@ -7,9 +7,9 @@ import functools
 import io
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gpuprov.core.commands import Failure, failures
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20

@@ -1,7 +1,5 @@
 """`gpuprov playbooks`: write the playbooks that came with gpuprov into a folder."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 causes.json is written from the rules by `make docs`: no rule is loaded here, so that shell completion is fast.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import pkgutil

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.changes import Change, Json, NextAction, file_digest, images_in, is_as_shown
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Entry, Journal, Run, resume_journal, unfinished_run
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem, Stopped, from_os_error, os_errors
 from gpuprov.protocol.events import ChangeDone, ChangeProgress, ChangeStarted, Note, Sink
 

@@ -6,10 +6,10 @@ import base64
 import difflib
 import enum
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, Callable, ClassVar
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.secrets import masked_settings
 
 LOADER_CACHE = "/etc/ld.so.cache"

@@ -13,9 +13,9 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import BinaryIO, Callable, cast
 
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 # Commands find programs here, whatever the caller's PATH is: on a host, gpuprov runs as root.

@@ -11,13 +11,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from struct import iter_unpack, pack, unpack_from
 from typing import Callable
 
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook import device_cgroup
 from gpuprov.runtime_hook.errors import Refused

@@ -15,9 +15,10 @@ import shlex
 import stat as stat_module
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from gpuprov.protocol.dataclass import dataclass
 
 _CHUNK = 1 << 16
 # No configuration, log or list that is read whole is as large; another user's sparse file may be.

@@ -13,12 +13,12 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov import __version__
 from gpuprov.core.changes import Json, images_in
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, os_errors, require_format
 
 STATE_DIRECTORY = "/var/lib/gpuprov"

@@ -7,10 +7,10 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, os_errors
 
 LOCK_PATH = "/run/gpuprov.lock"

@@ -1,7 +1,5 @@
 """Paths on a host that several steps share."""
 
-from __future__ import annotations
-
 from gpuprov.core.journal import STATE_DIRECTORY
 
 CACHE_DIRECTORY = "/var/cache/gpuprov"

@@ -7,9 +7,9 @@ command lines.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 
 if TYPE_CHECKING:

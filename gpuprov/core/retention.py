@@ -5,21 +5,19 @@ only root's entries are removed. The container runtime bounds its own log and re
 agent its log (agent/agent.py) and the pushed agents (agent/push.py).
 """
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import itertools
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuprov.core.changes import Change
 from gpuprov.core.files import FileStatus
 from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Run, pruned_numbers, read_runs, run_number
 from gpuprov.core.places import CACHE_DIRECTORY, COPIES, KEPT, KEPT_PACKAGES, REPAIRS
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 
 _DAY = 86400
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from gpuprov.core.changes import Change, Json, Tell
 from gpuprov.core.device_rules import register_devices, require_systemd
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 # dockerd and nvidia-persistenced may take minutes to stop or to start.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov.checks.memory import FORGET
@@ -28,6 +27,7 @@ from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import ANY_ROOT, Rule, read_rules
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.driver import recommended
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import ExitCode, Problem
 from gpuprov.protocol.events import CauseFound, CheckDone, Finished, Note, Sink
 from gpuprov.protocol.spec import HostSpec

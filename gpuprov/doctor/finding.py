@@ -1,10 +1,7 @@
 """A finding of the doctor: a cause, its evidence, the next command, and what gpuprov can do about it."""
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.protocol.dataclass import dataclass
 
 # The confidence of a finding. A warning (`aside` in JSON) prevents no container from using its GPUs now.
 CERTAIN, LIKELY, POSSIBLE, WARNING = CONFIDENCES = ("certain", "likely", "possible", "aside")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from typing import Callable
 
 from gpuprov import toolkit
@@ -23,6 +22,7 @@ from gpuprov.facts.boot import PROGRAM
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.steps import STEPS as PLAN_STEPS
 from gpuprov.plan.steps import Plan, StepChange
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH

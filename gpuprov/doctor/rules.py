@@ -14,7 +14,6 @@ import json
 import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable, Literal, TypeVar, Union
 
@@ -24,6 +23,7 @@ from gpuprov.doctor import suggested_commands
 from gpuprov.doctor.finding import CERTAIN, GPUS, LIKELY, WARNING, Finding, Remedy
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.protocol import tables
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 
 # In `follows`: a symptom, which follows from any other finding in its own area or an earlier one.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import DriverFacts
 from gpuprov.checks.cuda.compatibility import Incompatibility
@@ -13,6 +12,7 @@ from gpuprov.engines.docker_unit import parse_show
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.pci import FOR_GUESTS, MARK, PciGpu
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -1,7 +1,5 @@
 """Commands to suggest on a host, in its distribution's own tools. Pure."""
 
-from __future__ import annotations
-
 import re
 import shlex
 

@@ -7,7 +7,6 @@ Source: NVIDIA's CUDA Installation Guide for Linux, "Runfile Installation": --si
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import Manifest
@@ -18,6 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.driver.run_files import FetchRunfile, local_path, require_digest, require_room
 from gpuprov.facts.driver import OTHER_PROFILE, PROFILE, version_in
 from gpuprov.facts.host import HostFacts
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec
 

@@ -3,8 +3,6 @@
 Source: docs.nvidia.com/datacenter/dcgm, Installation and Install DCGM Exporter: names of packages and units.
 """
 
-from __future__ import annotations
-
 import re
 from typing import ClassVar
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import cached_property
 
 from gpuprov.core.changes import Change
@@ -17,6 +16,7 @@ from gpuprov.packages import sources
 from gpuprov.packages.apt import apt_options
 from gpuprov.packages.apt_changes import RefreshPackageIndex
 from gpuprov.packages.interface import Installation
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import Tables

@@ -6,7 +6,6 @@ in NVIDIA's CUDA repositories and its own driver containers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, WriteFile
@@ -17,6 +16,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import _PROGRAM, FABRIC_MODULES, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
 from gpuprov.packages.interface import Installation, PackageManager
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.models import Fabric, fabric_named
 from gpuprov.protocol.tables import Tables

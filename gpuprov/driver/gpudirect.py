@@ -4,8 +4,6 @@ Sources: NVIDIA's GPUDirect RDMA and GPUDirect Storage documentation, gdrcopy's 
 Azure/azhpc-images and NVIDIA's GPU operator (the order: RDMA stack, driver, these modules).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -8,7 +8,6 @@ package, unit and module option as Azure/azhpc-images, awslabs/amazon-eks-ami an
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
 from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import IMEX_CHANNEL, imex_channel
@@ -19,6 +18,7 @@ from gpuprov.driver import fabric_manager
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import IMEX_CONFIG, IMEX_FILES, IMEX_NODES, IMEX_PROGRAM, IMEX_UNIT, FabricFacts, gather_imex
 from gpuprov.packages.interface import Installation, PackageManager
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted

@@ -6,11 +6,11 @@ Sources: the published history of nvidia-installer (1.0-7182 to 590.48.01) and r
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from gpuprov.core.commands import Failure, failures, first_match
 from gpuprov.core.places import KEPT
 from gpuprov.packages.interface import Commands
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 

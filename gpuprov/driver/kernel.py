@@ -6,7 +6,6 @@ import configparser
 import contextlib
 import re
 import shlex
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.cdi.discover import discover
@@ -21,6 +20,7 @@ from gpuprov.machine.machine import gather_os
 from gpuprov.packages import known_repositories
 from gpuprov.packages.interface import require_answer
 from gpuprov.packages.sources import repo_sections, text_of
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.

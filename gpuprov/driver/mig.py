@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell, tell_nobody
@@ -25,6 +24,7 @@ from gpuprov.facts.driver import gather_holders
 from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, CORRUPT_INFOROM, NOT_FOUND, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import FOR_GUESTS, own_ids
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED, layout_of
 from gpuprov.protocol.models import models

@@ -6,7 +6,6 @@ From Linux 7.0 on nova_core binds Turing and later, as nouveau does; distributio
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
@@ -14,6 +13,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.facts import kernels
 from gpuprov.facts.kernels import BLACKLIST, DRACUT_CONFIGURATION, MODULE_OPTIONS, Image
 from gpuprov.machine.pci import PciGpu
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 # In the order of unloading: nova_drm depends on nova_core.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import BundlePackage
@@ -23,6 +22,7 @@ from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import DRIVER_PACKAGES, require_answer
 from gpuprov.packages.rpm import InstallRpmPackages, RpmManager, installed_rpms, package_name, run_rpm
 from gpuprov.packages.rpm_locks import gather_locks
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 _INSTALL_SECONDS = 600

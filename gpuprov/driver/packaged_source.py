@@ -1,7 +1,5 @@
 """What both drivers from packages share: NVIDIA's (cuda_repository.py), the distribution's (distribution.py). Pure."""
 
-from __future__ import annotations
-
 from gpuprov.core.changes import Change
 from gpuprov.driver import running_driver
 from gpuprov.driver.packaged import ChangeDriverPackages, ChangeDriverRpms, LoadDriver, driver_version, fits

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from gpuprov.driver import generations
 from gpuprov.facts.host import HostFacts
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.versions import version_numbers

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from gpuprov.cdi.discover import DriverFacts, discover
@@ -24,6 +23,7 @@ from gpuprov.machine.machine import Kernel, gather_kernel
 from gpuprov.machine.pci import gather_gpus, own_ids
 from gpuprov.protocol import known_problems
 from gpuprov.protocol.advisories import DRIVER, advisories, updated, vulnerabilities
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.models import name_of
 from gpuprov.protocol.spec import HOST, HostSpec
 from gpuprov.protocol.tables import LONG_TERM_BRANCH, RELEASES, Tables

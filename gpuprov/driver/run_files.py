@@ -10,7 +10,6 @@ import contextlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 from gpuprov.cdi.discover import discover
@@ -24,6 +23,7 @@ from gpuprov.driver.installer import Installation
 from gpuprov.driver.running_driver import unload_for_undo, unload_unused
 from gpuprov.facts.driver import damage
 from gpuprov.protocol.codec import WrongDataError, load
+from gpuprov.protocol.dataclass import asdict, dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.spec import HostSpec

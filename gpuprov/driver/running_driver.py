@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from gpuprov.cdi.discover import discover, load_driver
@@ -22,6 +21,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import require_answer
 from gpuprov.protocol.codec import WrongDataError, json_at, load, parse
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -4,14 +4,12 @@ The sources: a .run file (driver_run.py), NVIDIA's packages (cuda_repository.py)
 and a driver that is there already. plan/context.py chooses.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, RemoveFile
 from gpuprov.facts.host import PREFERENCES, HostFacts
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import ClassVar
 
 from gpuprov.core import changes
@@ -17,6 +16,7 @@ from gpuprov.core.system import System
 from gpuprov.core.units import RunUnits
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.gpus import GRIDD, GRIDD_CONFIG, GRIDD_TEMPLATE, TOKEN
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import Vgpu
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import Completed
 from gpuprov.engines import toml
 from gpuprov.engines.known import ENGINES, Configuration, ConfigureRequest, FileEdit, Reader, RuntimeEntry
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, UsageError
 
 MAIN, DROP_IN = ENGINES["containerd"].main, ENGINES["containerd"].drop_in

@@ -10,10 +10,10 @@ import socket
 import struct
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import BinaryIO
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 
 _SECONDS = 10.0
 # containerd's answer has about 20 KiB.

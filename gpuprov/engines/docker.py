@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gpuprov.core.changes import Change
@@ -16,6 +15,7 @@ from gpuprov.engines.docker_config import edited, knows_cdi, needs_feature, pars
 from gpuprov.engines.docker_unit import DAEMON_JSON, SOCKET, UNIT, DockerUnit
 from gpuprov.engines.known import RuntimeEntry
 from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 

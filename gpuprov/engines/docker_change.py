@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import json
-from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
@@ -14,6 +13,7 @@ from gpuprov.engines import docker_unit
 from gpuprov.engines.docker_config import VERSIONS_WITH_FEATURE, edited, needs_feature, parse_config
 from gpuprov.engines.docker_unit import DAEMON_JSON, UNIT
 from gpuprov.engines.known import RuntimeEntry
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, from_os_error
 
 RUNTIME = RuntimeEntry().name

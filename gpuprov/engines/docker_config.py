@@ -7,11 +7,11 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Callable
 
 from gpuprov.engines.docker_unit import DAEMON_JSON
 from gpuprov.engines.known import RuntimeEntry
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
 

@@ -6,7 +6,6 @@ A unit's own settings are world-readable (`systemctl show`), those of an Environ
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, parent_of, restore_path, text_diff
@@ -16,6 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, is_active, systemctl
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import UNIT, restart_stops_containers
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 

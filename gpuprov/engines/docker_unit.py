@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from gpuprov.core.commands import silence
 from gpuprov.core.system import System
 from gpuprov.engines.known import Reader
 from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 
 DAEMON_JSON = "/etc/docker/daemon.json"

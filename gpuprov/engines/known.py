@@ -6,12 +6,12 @@ Also which of them a Kubernetes node has: a kubelet that uses an engine of the h
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
 from gpuprov.core.changes import parent_of
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.tables import packaged
 
 if TYPE_CHECKING:

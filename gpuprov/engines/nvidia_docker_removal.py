@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, is_active, systemctl
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 _SECONDS = 120

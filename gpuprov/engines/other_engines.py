@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.core import units
@@ -15,6 +14,7 @@ from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, re
 from gpuprov.core.system import System
 from gpuprov.engines import known
 from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, KnownEngine, RuntimeEntry
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 

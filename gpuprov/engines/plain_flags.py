@@ -4,16 +4,14 @@ Pure. No hook runs in such a container, so each library is mounted under every n
 folders that the loaders of Debian's and of Red Hat's images search without a cache.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.runtime_hook.driver_files import LIB64, MULTIARCH
 
 # `$(gpuprov docker-args)`: a shell splits at blanks and expands these. A colon or a comma divides docker's own values.

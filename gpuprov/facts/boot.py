@@ -1,15 +1,13 @@
 """What the next boot does: gpuprov's units and files by name, and a reboot that was asked for. Reads only."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.packages.interface import require_answer
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
 
 UNITS = "/etc/systemd/system"

@@ -7,7 +7,6 @@ import re
 import shlex
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Optional
 
 from gpuprov.cdi.discover import NVIDIA_MAJOR, DriverFacts, parse_devices
@@ -16,6 +15,7 @@ from gpuprov.core.system import System
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import Commands
 from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.runtime_hook.driver_files import disagreement, next_step
 
 PRELOAD = "/etc/ld.so.preload"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gpuprov.cdi.discover import IMEX_OPTION
 from gpuprov.core.commands import Completed, silence
@@ -13,6 +12,7 @@ from gpuprov.core.system import System
 from gpuprov.core.units import is_active
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
 from gpuprov.packages.interface import require_answer
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import Fabric, fabric_of
 from gpuprov.protocol.words import counted

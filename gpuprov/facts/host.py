@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +36,7 @@ from gpuprov.packages.keys import RPM_KEYS
 from gpuprov.packages.managers import manager_of
 from gpuprov.packages.sources import PinnedOut
 from gpuprov.protocol.codec import as_json
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.models import model_of, name_of
 from gpuprov.protocol.tables import PACKAGED, Tables
 from gpuprov.runtime_hook import deploy

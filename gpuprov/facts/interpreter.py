@@ -4,17 +4,15 @@ They run as root, long after the login that installed them. So only root may be 
 standard library or a folder above them. A Python in a user's home is not suitable.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import gpuprov
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.runtime_hook import deploy
 
 OLDEST = (3, 9)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from gpuprov.cdi.generate import OTHER_PATHS, PATH
 from gpuprov.core.places import REMEMBERED
 from gpuprov.core.system import System
 from gpuprov.machine.machine import Kernel
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 # The module's name as NVIDIA's installer and DKMS give it, and as Debian's packages do, one for each of its branches.

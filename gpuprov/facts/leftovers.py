@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from gpuprov.core.system import System
 from gpuprov.packages import retired
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH
 

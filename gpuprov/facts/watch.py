@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.core.changes import FileFact, file_digest
@@ -11,6 +10,7 @@ from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.facts.boot import UNITS
 from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.runtime_hook.deploy import LIBRARY_PATH
 
 OFF = "off"

@@ -11,7 +11,6 @@ import itertools
 import json
 import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from urllib.parse import quote
 
@@ -21,6 +20,7 @@ from gpuprov.checks.health import concluded
 from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.core.system import System
 from gpuprov.fleet.history import Run, state_folder, stored, without_secrets
+from gpuprov.protocol.dataclass import asdict, dataclass, replace
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import GpuMeasured, HealthFound
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import runpy
-from dataclasses import dataclass
 from pathlib import Path
 
 from gpuprov.core.files import make_user_folder, write_whole
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 
 # In the wheel, beside this module; tools/wheel_hook.py puts it there.

@@ -10,7 +10,6 @@ import re
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from gpuprov.fleet.inventory import read_inventory, with_ranges
 from gpuprov.fleet.inventory_messages import ansible_output, ansible_temporary_folder
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import UsageError, os_errors
 from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, spec_to_json

@@ -1,14 +1,12 @@
 """Group what hosts have in common: failures by cause, versions, drains, and names in rows. Pure."""
 
-from __future__ import annotations
-
 import collections
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from gpuprov.agent.result import Drain, HostResult, check_text, machines
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.words import counted, plain
 

@@ -19,7 +19,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
@@ -30,6 +29,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.protocol import codec
 from gpuprov.protocol.advisories import DRIVER, advisories, vulnerabilities
 from gpuprov.protocol.codec import WrongDataError
+from gpuprov.protocol.dataclass import asdict, dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError, require_format, resource_problem
 from gpuprov.protocol.events import ChosenDriver, MaybeChosen
 from gpuprov.protocol.secrets import masked

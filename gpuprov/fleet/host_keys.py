@@ -4,8 +4,6 @@ By default Fabric and paramiko accept every unknown key, and paramiko ignores pa
 an unknown key is refused unless the user allows it, and a changed one always.
 """
 
-from __future__ import annotations
-
 import base64
 import collections
 import contextlib
@@ -19,12 +17,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gpuprov.core.files import expanded, make_user_folder
 from gpuprov.fleet.host_certificates import certificate_fault, signature_by
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 
 SYSTEM_FILES = ("/etc/ssh/ssh_known_hosts", "/etc/ssh/ssh_known_hosts2")

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,7 @@ from gpuprov.fleet.inventory_messages import (
 )
 from gpuprov.fleet.ssh_config import ARGUMENT_VARIABLES, SshArguments, SshConfiguration, arguments_of
 from gpuprov.protocol import imex
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables

@@ -8,10 +8,10 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.words import counted
 

@@ -10,12 +10,12 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
 import click
 
 from gpuprov import __version__
+from gpuprov.protocol.dataclass import dataclass, field, fields
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.request import MOST_MINUTES
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -19,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpuprov.protocol import events
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.words import counted, one_line, plain
 

@@ -1,7 +1,5 @@
 """Show results: tables, problems by cause, a last line; write page and metrics; print a stored run again."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

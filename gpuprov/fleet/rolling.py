@@ -16,7 +16,6 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 
 from gpuprov.agent.result import Drain, DrainState, HostResult
 from gpuprov.agent.window import Window, parse_window
@@ -24,6 +23,7 @@ from gpuprov.core.commands import TIMED_OUT, run_command
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.history import moment
 from gpuprov.fleet.inventory import HostTarget
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import ChangeStarted, Finished, Kept, Note, Planned, RolledBack, Sink
 from gpuprov.protocol.imex import split_problem

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,7 @@ from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.rolling import Batch, HostCommands, Rolling, Rollout, install_or_roll_back, make_batches
 from gpuprov.fleet.ssh import close, connected, wait_for_boot
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import ChangeStarted, Finished, Kept, Note, Sink
 from gpuprov.protocol.request import Request

@@ -10,10 +10,10 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.files import expanded
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import UsageError
 
 if TYPE_CHECKING:

@@ -12,11 +12,11 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpuprov.core.commands import Completed, Failure, first_match, run_command
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.words import one_line
 

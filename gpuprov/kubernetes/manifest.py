@@ -1,16 +1,14 @@
 """What a cluster needs for GPU nodes that gpuprov provisions: objects, and what to type. Pure."""
 
-from __future__ import annotations
-
 import json
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import UsageError
 
 Object = dict[str, Any]

@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Union
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
@@ -17,6 +16,7 @@ from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.options import Options
 from gpuprov.kubernetes.cluster import Node, PodState
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import CheckDone, Finished, Note
 from gpuprov.protocol.words import counted, one_line

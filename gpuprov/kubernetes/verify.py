@@ -1,14 +1,11 @@
 """`gpuprov verify --kubernetes`: a pod on each node proves that pods have its GPUs. All run at once and are removed."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import secrets
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from gpuprov.agent.result import HostResult, HostSink, Recorder
@@ -23,6 +20,7 @@ from gpuprov.kubernetes import cluster, node_checks
 from gpuprov.kubernetes.cluster import Kubectl, Node, PodState
 from gpuprov.kubernetes.manifest import RUNTIME_CLASS, Object, objects, require_namespace
 from gpuprov.kubernetes.node_checks import HostList, NodeChecks
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.words import counted

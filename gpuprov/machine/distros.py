@@ -8,12 +8,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from gpuprov.machine.machine import MACHINES, MachineKind, OperatingSystem
 from gpuprov.protocol.codec import load
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.tables import rows
 

@@ -1,15 +1,13 @@
 """Facts about the machine: its operating system, its kernel, its displays, and whether it is of a special kind."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import distro
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.tables import rows
 
 # UEFI specification, 3.3: the variable SecureBoot in the global name space; four bytes of attributes, then the value.

@@ -3,12 +3,10 @@
 Standard library only, because each boot uses it (boot/program_main.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 
 # PCI vendor and base class, from the PCI Code and ID Assignment Specification: 03 is a display controller
 # (VGA 0300, 3D 0302, other 0380); NVIDIA's vendor number is 10de. Class 03 leaves out its audio and USB functions.

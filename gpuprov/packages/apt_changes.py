@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
@@ -14,6 +13,7 @@ from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
 from gpuprov.packages.dpkg import Package
 from gpuprov.packages.failures import FAILED, Advice, finish_apt, listed_under
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.words import counted
 

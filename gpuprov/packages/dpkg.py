@@ -1,10 +1,7 @@
 """Run apt-get and dpkg: with gpuprov's own options, once their locks are free; finish what a killed one left."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from gpuprov.core.changes import Tell
@@ -13,6 +10,7 @@ from gpuprov.core.system import System
 from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import INSTALL_SECONDS, PackageFacts, read_held
+from gpuprov.protocol.dataclass import dataclass
 
 # In the order in which apt and dpkg take them.
 _LOCKS = (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Callable, ClassVar, Protocol
 
 from gpuprov.core.changes import Change, Tell
@@ -13,6 +12,7 @@ from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.machine.distros import Distribution
 from gpuprov.packages.failures import Advice
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError
 
 _POLL_SECONDS = 0.5

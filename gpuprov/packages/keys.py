@@ -11,13 +11,13 @@ import contextlib
 import hashlib
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import astuple, dataclass
 from typing import Callable, ClassVar
 
 from gpuprov.core.changes import Change, Json, PathChange, Tell, capture_path, parent_of, restore_path
 from gpuprov.core.download import fetch_small, proxy_evidence
 from gpuprov.core.places import FOLDER, KEYS
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import astuple, dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.words import counted

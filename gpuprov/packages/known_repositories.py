@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from gpuprov.machine.distros import Distribution, ExtraRepository, kernel_headers
 from gpuprov.packages.failures import Advice
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import SERVERS, Tables, packaged, rows
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from gpuprov.core.changes import Change
 from gpuprov.core.system import System
@@ -12,6 +11,7 @@ from gpuprov.packages.apt import APT
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.interface import PackageManager
 from gpuprov.packages.zypper import ZYPPER
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError, Problem
 
 _MANAGERS: Mapping[str, PackageManager] = {"apt": APT, "dnf": DNF, "zypper": ZYPPER}

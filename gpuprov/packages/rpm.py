@@ -6,7 +6,6 @@ import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
@@ -25,6 +24,7 @@ from gpuprov.packages.keys import (
     with_placed_keys,
 )
 from gpuprov.packages.rpm_locks import HoldRpmPackages
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError
 
 QUERY_SECONDS = 600

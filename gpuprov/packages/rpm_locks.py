@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov.core.changes import Json, Tell, capture_path, parent_of, restore_path, text_diff
 from gpuprov.core.system import System
 from gpuprov.packages import interface
+from gpuprov.protocol.dataclass import dataclass
 
 _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}}:{0}|:%{VERSION}-%{RELEASE}\\n"
 

@@ -7,12 +7,12 @@ import fnmatch
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.system import System
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
 
 if TYPE_CHECKING:

@@ -1,9 +1,6 @@
 """What the steps of one plan share: facts, specification, and what follows from the two, each worked out once."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cached_property
 
 from gpuprov import repos
@@ -15,6 +12,7 @@ from gpuprov.driver_run import RunFile
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.distros import ExtraRepository
 from gpuprov.plan import migration, software
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import HostSpec
 
 # gpuprov_driver → the class that answers for it.

@@ -1,7 +1,5 @@
 """The migration from nvidia-docker 1 and 2: what a run removes, what stays and why, and its notes. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """All problems that prevent a run, found before any change: the host, its repositories, known security holes. Pure."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

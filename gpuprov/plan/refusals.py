@@ -1,7 +1,5 @@
 """Why a host can't have what its specification asks for: rows of options.json whose condition holds. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from gpuprov.boot.watch import UNWRITABLE, has_login

@@ -1,7 +1,5 @@
 """The packages that a host needs, in one transaction: engine, build tools, toolkit, the site's own."""
 
-from __future__ import annotations
-
 import re
 
 from gpuprov import toolkit

@@ -1,9 +1,6 @@
 """Facts and spec in, changes out: the steps in their order. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Callable
 
 from gpuprov import toolkit
@@ -22,6 +19,7 @@ from gpuprov.plan import migration, software, with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.plan.preflight import NO_GPU, machine_notes, preflight, read_only_problems, security_warnings
 from gpuprov.plan.upgrades import upgrades
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.events import Upgrade
 from gpuprov.protocol.spec import HostSpec

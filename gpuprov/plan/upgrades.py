@@ -1,7 +1,5 @@
 """Which installed versions a plan replaces, what that stops, and whether the host reboots. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from gpuprov.boot.reboot import Reboot

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, BinaryIO, ClassVar
 
@@ -24,6 +23,7 @@ from gpuprov.machine.distros import find_distribution
 from gpuprov.packages.interface import PackageManager
 from gpuprov.packages.keys import forget_bundle
 from gpuprov.packages.managers import manager_of
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
 

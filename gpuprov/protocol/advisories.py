@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from typing import Any
 
+from gpuprov.protocol.dataclass import asdict, dataclass
 from gpuprov.protocol.tables import ADVISORIES, DATE, FORMAT, LONG_TERM_BRANCH, Tables, checked_rows
 from gpuprov.protocol.versions import version_numbers
 

@@ -11,11 +11,11 @@ import json
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from enum import Enum
 from operator import attrgetter
 from typing import Annotated, Any, Callable, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from gpuprov.protocol.dataclass import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from gpuprov.protocol.words import line, plain
 
 T = TypeVar("T")

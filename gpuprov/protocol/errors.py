@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from gpuprov import __version__
 from gpuprov.protocol.codec import Text
+from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.words import line
 
 

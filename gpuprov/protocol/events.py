@@ -12,10 +12,10 @@ import collections
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Annotated, Any, Callable, Generic, Literal, Optional, TypeVar, Union, get_args
 
 from gpuprov.protocol.codec import FORMER_NAME, Limit, Line, LongText, Name, Text, WrongDataError, dump, load
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import plain

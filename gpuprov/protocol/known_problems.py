@@ -1,13 +1,11 @@
 """Combinations of driver, kernel, machine, toolkit and engine that are known to break: known_problems.json. Pure."""
 
-from __future__ import annotations
-
 import operator
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Callable
 
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.tables import DATE, KNOWN_PROBLEMS, Tables, checked_rows
 from gpuprov.protocol.versions import version_numbers
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from gpuprov.protocol.codec import load
+from gpuprov.protocol.dataclass import dataclass, fields
 from gpuprov.protocol.tables import MODELS, Tables, invalid_table, require_table
 
 

@@ -1,12 +1,10 @@
 """What an agent is asked: one request, one line of JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from gpuprov.protocol.codec import FORMER_NAME, WrongDataError, load, parse
+from gpuprov.protocol.dataclass import dataclass, field
 from gpuprov.protocol.errors import UsageError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""

@@ -8,7 +8,6 @@ Every value may come from a hostile inventory: what reaches a command line, a pa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from marshmallow import ValidationError, validate
@@ -16,6 +15,7 @@ from marshmallow import fields as schema_fields
 
 from gpuprov.protocol import spec_fields as check
 from gpuprov.protocol.codec import as_json
+from gpuprov.protocol.dataclass import dataclass, field, fields, replace
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec_fields import PREFIX, TextOrList, choice, flag, number, or_empty, several, text
 from gpuprov.protocol.tables import PACKAGED, RELEASES, Tables
@@ -97,7 +97,7 @@ class HostSpec:
     stop_containers: bool = flag()
     stop_display_manager: bool = flag()
     fabric_manager: str = choice("auto", "preinstalled")
-    vgpu: Vgpu | None = check.option(schema_fields.Nested(check.schema_of(Vgpu), allow_none=True), None)  # noqa: RUF009
+    vgpu: Vgpu | None = check.option(schema_fields.Nested(check.schema_of(Vgpu), allow_none=True), None)
     gpudirect: tuple[str, ...] = several(TextOrList(check.one_of("rdma", "gdrcopy", "storage")))
     mps: bool = flag()
     mps_threads: int = number(default=100, largest=100)

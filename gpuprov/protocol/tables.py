@@ -12,11 +12,11 @@ import json
 import pkgutil
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Any, Callable, TypeVar
 
 from gpuprov.protocol.codec import load
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError, UsageError, require_format
 from gpuprov.protocol.versions import version_numbers
 

@@ -1,5 +1,6 @@
 """Imports: none goes round in a circle, and a run that changes nothing loads no more than it needs."""
 
+import re
 import subprocess
 import sys
 from graphlib import CycleError, TopologicalSorter
@@ -7,6 +8,8 @@ from pathlib import Path
 
 import grimp
 import pytest
+
+import gpuprov
 
 _EXAMPLE = Path(__file__).parents[2] / "inventories/example"
 _READ = (
@@ -41,3 +44,11 @@ def test_no_modules_import_each_other_in_a_cycle() -> None:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
         pytest.fail(f"import cycle: {' -> '.join(reversed(error.args[1]))}")
+
+
+def test_classes_that_travel_to_hosts_are_made_by_the_quick_dataclass() -> None:
+    """The standard library's would generate the methods of each class at every start."""
+    package = Path(gpuprov.__file__).parent
+    quick = package / "protocol/dataclass.py"
+    slow = re.compile(r"^\s*(import dataclasses|from dataclasses import .*\bdataclass\b)", re.MULTILINE)
+    assert [path for path in package.rglob("*.py") if path != quick and slow.search(path.read_text())] == []

@@ -217,8 +217,8 @@ def test_the_specification_is_written_if_it_is_not_the_drivers(
     elif state in ("other outdated", "other current"):
         files[OTHER] = roots(b"other" if state == "other current" else b"old")
     others = {OTHER: b"other"} if state.startswith("other") else {}
-    source = Source(facts(files, driver=driver, other_specifications=others, cdi_folder_mode=mode), BUNDLED)
-    source.__class__ = type("Now", (Source,), {"installs_now": state == "driver comes"})
+    made_source = type("Now", (Source,), {"installs_now": state == "driver comes"})
+    source = made_source(facts(files, driver=driver, other_specifications=others, cdi_folder_mode=mode), BUNDLED)
     missing = () if state == "other current" else tuple(others.items())
     written = () if change is None else (WriteCdiSpecification(None if change == "later" else text, missing),)
     assert plan_cdi(source) == (*(() if opened is None else (SetMode("/etc/cdi", opened),)), *written)

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
 
 from gpuprov.checks.cuda.files import chain, names, read
 from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, MUSL, Found, Loader
+from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.tables import rows
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.runtime_hook.driver_files import disagreement, next_step

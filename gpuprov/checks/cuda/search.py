@@ -10,11 +10,11 @@ import os
 import posixpath
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
 
 from gpuprov.cdi.files import CACHE, parse_cache
 from gpuprov.checks.cuda.files import ELF_HEADER, chain, names, read
 from gpuprov.facts.driver import PRELOAD
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.runtime_hook.rootfs import Root
 
 LIBCUDA, LIBNVIDIA_ML = "libcuda.so.1", "libnvidia-ml.so.1"

@@ -11,7 +11,6 @@ import itertools
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpuprov.cdi.discover import parse_kernel_version
@@ -20,6 +19,7 @@ from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
 from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
 from gpuprov.core.system import System
 from gpuprov.protocol.codec import json_at
+from gpuprov.protocol.dataclass import asdict, dataclass, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import CheckDone, CudaSurveyed, Finished, Note, Sink
 from gpuprov.runtime_hook.driver_files import CONTAINER, MODULE

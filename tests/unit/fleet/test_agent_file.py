@@ -1,5 +1,6 @@
 """The agent's zipapp: the same bytes every time, nothing of the controller, nothing compiled, a folder of its own."""
 
+import ast
 import contextlib
 import hashlib
 import io
@@ -18,7 +19,6 @@ import pytest
 
 import gpuprov
 from gpuprov import protocol
-from gpuprov.agent.agent import LATE_MODULES
 from gpuprov.agent.probe import Probe, Python
 from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command, unfinished_problem
 from gpuprov.core.commands import Completed
@@ -277,7 +277,9 @@ def test_a_first_run_compiles_what_an_installation_imports_late(agent: Agent, tm
     request = dump(Request("install", spec={"driver": "nonsense"}))
     subprocess.run((sys.executable, "-I", path), input=f"{request}\n".encode(), timeout=300, stdout=subprocess.PIPE)
     (folder,) = (tmp_path / "place").iterdir()
-    sources = {pattern: sorted(folder.glob(pattern)) for pattern in LATE_MODULES}
+    text = zipfile.ZipFile(path).read("__main__.py").decode()
+    late = ast.literal_eval(text.partition("LATE = ")[2].partition("\nPLACE")[0])
+    sources = {name: sorted((folder / name).glob("*.py")) for name in late}
     assert all(sources.values()), sources
     compiled = [Path(cache_from_source(one)) for found in sources.values() for one in found]
     until = time.monotonic() + 120
