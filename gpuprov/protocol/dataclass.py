@@ -11,9 +11,7 @@ import reprlib
 from dataclasses import MISSING, Field, FrozenInstanceError, asdict, astuple, field, fields, is_dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-__all__ = (
-    "MISSING", "Field", "asdict", "astuple", "dataclass", "field", "fields", "is_dataclass", "replace",
-)  # fmt: skip
+__all__ = ("MISSING", "Field", "asdict", "astuple", "dataclass", "field", "fields", "is_dataclass", "replace")
 
 if TYPE_CHECKING:
     from dataclasses import dataclass
@@ -28,31 +26,34 @@ else:
                 shared |= {"__eq__": _equals, "__hash__": _hash if frozen else None}
             if frozen:
                 shared |= {"__setattr__": _refuse, "__delattr__": _refuse}
-            for name, method in shared.items():
-                if name not in cls.__dict__ or name == "__hash__":
-                    setattr(cls, name, method)
+            for name in shared.keys() - cls.__dict__.keys():
+                setattr(cls, name, shared[name])
             return dataclasses.dataclass(init=False, repr=False, eq=False)(cls)
 
         return made if cls is None else made(cls)
 
 
 @functools.cache
-def _layout(cls: Any) -> tuple[tuple[str, ...], frozenset[str], tuple[tuple[str, Any, Any], ...]]:
-    """Return the names that the constructor takes, in order and as a set, and (name, default, factory) of the optional.
+def _layout(cls: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any, Any], ...], tuple[str, ...]]:
+    """Return the names that the constructor takes, in order; (name, default, factory) of those that it may lack, too.
 
-    Of default and factory, one is MISSING.
+    One of default and factory is MISSING. Last come the names that equality goes by.
     """
-    names = tuple(one.name for one in fields(cls) if one.init)
-    optional = ((one.name, one.default, one.default_factory) for one in fields(cls))
-    return names, frozenset(names), tuple(one for one in optional if one[1:] != (MISSING, MISSING))
+    known = fields(cls)
+    optional = ((one.name, one.default, one.default_factory) for one in known)
+    return (
+        tuple(one.name for one in known if one.init),
+        tuple(one for one in optional if one[1:] != (MISSING, MISSING)),
+        tuple(one.name for one in known if one.compare),
+    )
 
 
 def _init(self: Any, *positional: Any, **named: Any) -> None:
     cls: Any = type(self)
-    names, known, optional = _layout(cls)
+    names, optional, _ = _layout(cls)
     values = self.__dict__
     values.update(zip(names, positional), **named)
-    if len(values) != len(positional) + len(named) or not values.keys() <= known:
+    if len(values) != len(positional) + len(named) or not values.keys() <= set(names):
         raise TypeError(f"{cls.__name__}() takes {', '.join(names)}, each once")
     for name, default, factory in optional:
         if name not in values:
@@ -63,14 +64,8 @@ def _init(self: Any, *positional: Any, **named: Any) -> None:
         self.__post_init__()
 
 
-@functools.cache
-def _compared(cls: Any) -> tuple[str, ...]:
-    return tuple(one.name for one in fields(cls) if one.compare)
-
-
-def _values(self: Any) -> tuple[Any, ...]:
-    cls: Any = type(self)
-    return tuple(getattr(self, name) for name in _compared(cls))
+def _values(self: Any) -> list[Any]:
+    return [getattr(self, name) for name in _layout(self.__class__)[2]]
 
 
 def _equals(self: Any, other: object) -> bool:
@@ -78,7 +73,7 @@ def _equals(self: Any, other: object) -> bool:
 
 
 def _hash(self: Any) -> int:
-    return hash(_values(self))
+    return hash(tuple(_values(self)))
 
 
 @reprlib.recursive_repr()
