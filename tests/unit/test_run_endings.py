@@ -32,6 +32,12 @@ from tests.unit.loaded_host import NEW, LoadedHost, install
 from tests.unit.refused import refused
 
 MARK = "/half"
+FAILURES = {
+    "fail": GpuprovError("the first fault", "seen", "next"),
+    "full disk": OSError(28, "No space left on device"),
+    "bug": ZeroDivisionError(),
+    "killed": KeyboardInterrupt(),
+}
 
 
 @dataclass(frozen=True)
@@ -48,10 +54,8 @@ class Half(Change):
 
     def apply(self, system: System, tell: Tell) -> Json:
         system.write(MARK, b"half")
-        if self.how == "fail":
-            raise GpuprovError("the first fault", "seen", "next")
-        if self.how == "killed":
-            raise KeyboardInterrupt
+        if self.how in FAILURES:
+            raise FAILURES[self.how]
         tell("half way", 1, 2)
         return {"did": "it"}
 
@@ -129,14 +133,23 @@ def test_the_journal_calls_done_and_undone_what_is_on_the_disk(system: Recording
     assert system.noted == [f"remove {MARK}", "sync", "undone", "end"]
 
 
-def test_a_failed_run_that_undid_its_change_is_finished(system: Recording) -> None:
+@pytest.mark.parametrize(("how", "said"), [("fail", "the first fault"), ("full disk", "No space left")])
+def test_a_failed_run_that_undid_its_change_is_finished(system: Recording, how: str, said: str) -> None:
     journal = new_journal(system, "install")
     system.noted.clear()
-    with pytest.raises(GpuprovError):
-        apply_changes([Half("fail")], system, journal, ignore)
-    assert system.noted == ["begin", f"write {MARK}", f"remove {MARK}", "sync", "undone"]
+    changes = [WriteFile("/first", b"1"), Half(how), WriteFile("/third", b"3")]
+    problem = refused(apply_changes, changes, system, journal, ignore)
+    assert said in f"{problem.what} {problem.evidence}"
+    assert ("df -h" in problem.next_step) is (how == "full disk")
+    assert system.noted[4:] == ["begin", f"write {MARK}", f"remove {MARK}", "sync", "undone"]
+    assert system.exists("/first") and not system.exists("/third")
     journal.end("failed")
     assert unfinished_run(system) is None
+
+
+def test_a_bug_is_not_taken_for_a_failure(system: Recording) -> None:
+    with pytest.raises(ZeroDivisionError):
+        apply_changes([Half("bug")], system, new_journal(system, "install"), ignore)
 
 
 def test_a_disk_that_can_not_take_it_fails_the_change(system: Recording) -> None:
