@@ -3,7 +3,6 @@
 import json
 import os
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from gpuprov.core.system import System
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
 from tests.triplet import LIBRARIES as DEBIAN
+from tests.unit.driver_tree import mounts, write_driver
 
 pytestmark = pytest.mark.root
 
@@ -33,39 +33,13 @@ VERSION = "550.163.01"
 _NVRM, _GCC = "NVRM version: NVIDIA UNIX", "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14+deb12u1)\n"
 
 
-def host(root: Path, gpus: int = 1, *, library_directory: str = DEBIAN, nodes: bool = True) -> System:
-    """A host with the driver's files, its loaded modules and its device nodes below `root`."""
-    install_tree(root, VERSION, library_directory=library_directory)
-    write_kernel_tree(root, gpus, VERSION)
-    (root / "lib").symlink_to("usr/lib")
-    for node in device_nodes(gpus) if nodes else ():
-        path = root / node.path.lstrip("/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mknod(path, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
-        path.chmod(node.mode)
+def host(root: Path, gpus: int = 1) -> System:
+    write_driver(root, gpus)
     return System(str(root))
 
 
 def document(driver: DriverFacts) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(render_json(specification(driver)))
-    return found
-
-
-def mounts(driver: DriverFacts) -> Mapping[str, str]:
-    """Container path → host path of what every container with a GPU gets, over mounts and links."""
-    edits = document(driver)["containerEdits"]
-    found = {mount["containerPath"]: mount["hostPath"] for mount in edits["mounts"]}
-    return reached(found, [link for hook in edits.get("hooks", ()) for link in hook["args"] if "::" in link])
-
-
-def reached(found: dict[str, str], links: list[str]) -> dict[str, str]:
-    """Return the mounts, and each link (TARGET::PATH) with the file at its end; a link that ends nowhere fails."""
-    targets = {path: target for target, path in (link.split("::") for link in links)}
-    for path in targets:
-        end = path
-        while end in targets:
-            end = targets[end] if targets[end].startswith("/") else f"{end.rpartition('/')[0]}/{targets[end]}"
-        found[path] = found[end]
     return found
 
 
@@ -90,7 +64,8 @@ def test_driver_and_gpus_are_found(tmp_path: Path, count: int) -> None:
 
 @pytest.mark.parametrize("directory", [DEBIAN, "/usr/lib64"])
 def test_each_name_of_a_library_is_a_mount_of_its_own(tmp_path: Path, directory: str) -> None:
-    found = mounts(discover(host(tmp_path, library_directory=directory)))
+    write_driver(tmp_path, 1, library_directory=directory)
+    found = mounts(discover(System(str(tmp_path))))
     sonames = (
         "libcuda.so.1", "libcuda.so", "libnvidia-ml.so.1", "libnvidia-ml.so", "libnvidia-ptxjitcompiler.so.1",
         "libnvidia-nvvm.so.4", "libnvidia-opencl.so.1", "libnvidia-encode.so.1", "libnvcuvid.so.1", "libnvoptix.so.1",
@@ -151,14 +126,6 @@ def test_a_host_without_a_driver_has_nothing(tmp_path: Path) -> None:
     assert specification(driver) == Specification((), Edits(env=("NVIDIA_VISIBLE_DEVICES=void",)), {})
 
 
-def test_libraries_alone_make_no_devices(tmp_path: Path) -> None:
-    install_tree(tmp_path, VERSION)
-    driver = discover(System(str(tmp_path)))
-    assert (driver.kernel_version, driver.library_version) == ("", VERSION)
-    assert (driver.gpus, driver.nodes) == ((), ())
-    assert document(driver)["devices"] == []
-
-
 def rewrite(root: Path, index: int, old: str, new: str) -> None:
     path = root / f"proc/driver/nvidia/gpus/{gpu(index).sysfs_id}/information"
     text = path.read_text()
@@ -188,6 +155,7 @@ def test_a_gpu_whose_version_file_is_missing_is_not_served(tmp_path: Path) -> No
     system = host(tmp_path)
     (tmp_path / "proc/driver/nvidia/version").unlink()
     driver = discover(system)
+    assert (driver.kernel_version, driver.library_version) == ("", VERSION)
     assert (driver.gpus, driver.nodes) == ((), ())
     assert document(driver)["devices"] == []
 

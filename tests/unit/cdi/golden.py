@@ -7,18 +7,15 @@ from gpuprov.cdi.discover import ask_nvml, discover
 from gpuprov.cdi.generate import specification
 from gpuprov.cdi.specification import render_json
 from gpuprov.core.system import System
-from tests.simgpu import install_tree, write_kernel_tree
-from tests.unit.cdi.test_discover import DATA, Host, lay, make_nodes, mounts
+from tests.unit.cdi.test_discover import DATA, Host, lay
+from tests.unit.driver_tree import mounts, write_driver
 
 
 def main() -> None:
     """Lay both trees and write what is found in them."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "run"
-        install_tree(root)
-        write_kernel_tree(root, 2)
-        (root / "lib").symlink_to("usr/lib")
-        make_nodes(root, 2)
+        write_driver(root, 2)
         host = Host(root)
         (DATA / "specification-550.163.01.json").write_bytes(render_json(specification(ask_nvml(host, discover(host)))))
         debian = Path(folder) / "debian"

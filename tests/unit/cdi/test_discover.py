@@ -5,7 +5,6 @@ import ctypes
 import json
 import os
 import shutil
-import stat
 import subprocess
 import sys
 from itertools import product
@@ -23,9 +22,9 @@ from gpuprov.cdi.generate import difference, host_facts, specification
 from gpuprov.cdi.nvml import GpuAnswer, parse_answers, sysfs_bus_id
 from gpuprov.cdi.specification import problems, render_json
 from gpuprov.core.system import System
-from tests.simgpu import build_libraries, device_nodes, gpu, install_tree, write_kernel_tree
+from tests.simgpu import build_libraries, gpu, install_tree, write_kernel_tree
+from tests.unit.driver_tree import mounts, write_driver
 from tests.unit.scripted import Answer, Scripted
-from tests.unit.test_cdi import reached
 
 pytestmark = pytest.mark.root
 
@@ -53,21 +52,10 @@ class Host(Scripted):
         return self.nvml
 
 
-def make_nodes(root: Path, gpus: int, mode: int = 0o666) -> None:
-    for node in device_nodes(gpus):
-        path = root / node.path.lstrip("/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        os.mknod(path, stat.S_IFCHR, os.makedev(node.major, node.minor))
-        path.chmod(mode)
-
-
 @pytest.fixture
 def host(tmp_path: Path) -> Host:
     """A host with a .run's files, two GPUs and all nodes."""
-    install_tree(tmp_path)
-    write_kernel_tree(tmp_path, 2)
-    (tmp_path / "lib").symlink_to("usr/lib")
-    make_nodes(tmp_path, 2)
+    write_driver(tmp_path, 2)
     return Host(tmp_path)
 
 
@@ -82,13 +70,6 @@ def lay(root: Path, table: str) -> None:
             else:
                 path.write_text(row["soname"])
     (root / "lib").symlink_to("usr/lib")
-
-
-def mounts(driver: DriverFacts) -> dict[str, str]:
-    """Container path → host path, over mounts and links."""
-    edits = specification(driver).edits
-    found = {mount.container_path: mount.host_path for mount in edits.mounts}
-    return reached(found, [link for hook in edits.hooks for link in hook.args if "::" in link])
 
 
 def sonames(table: str) -> dict[str, str]:

@@ -15,7 +15,8 @@ from gpuprov.core.system import System
 from gpuprov.facts.driver import damage
 from gpuprov.runtime_hook import driver_files
 from tests import simgpu
-from tests.unit.cdi.test_discover import DATA, mounts
+from tests.unit.cdi.test_discover import DATA
+from tests.unit.driver_tree import mounts
 
 MULTIARCH = "/usr/lib/x86_64-linux-gnu"
 VERSIONS = ("535.261.03", "550.163.01", "555.58.02")

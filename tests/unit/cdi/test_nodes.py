@@ -15,9 +15,10 @@ from gpuprov.cdi.specification import Edits, parse_json, problems, render_json
 from gpuprov.core.changes import MakeNode
 from gpuprov.core.system import System
 from tests import simgpu
-from tests.simgpu import gpu, install_tree, mig_nodes, mig_uuid, write_kernel_tree
+from tests.simgpu import gpu, mig_nodes, mig_uuid, write_kernel_tree
 from tests.simgpu.gpus import MIG_INSTANCES
-from tests.unit.cdi.test_discover import ANSWER, Host, make_nodes
+from tests.unit.cdi.test_discover import ANSWER, Host
+from tests.unit.driver_tree import make_nodes, write_driver
 
 pytestmark = pytest.mark.root
 _MINORS = "config 1\nmonitor 2\ngpu0/gi0/access 3\ngpu0/gi0/ci0/access 4\nodd line\nconfig x\n"
@@ -53,29 +54,6 @@ def test_rights_over_mig_are_in_no_container_that_does_not_ask(host: System) -> 
     assert not [path for path in paths if "caps" in path]
 
 
-def test_a_group_that_the_driver_is_told_of_is_the_nodes(tmp_path: Path) -> None:
-    (tmp_path / "dev").mkdir()
-    MakeNode("/dev/nvidia0", 195, 0, 0o660, 44).apply(System(str(tmp_path)), lambda *_: None)
-    status = (tmp_path / "dev/nvidia0").stat()
-    assert (status.st_uid, status.st_gid, status.st_mode & 0o7777) == (0, 44, 0o660)
-
-
-@pytest.mark.parametrize(("there", "left"), [(None, None), ((195, 0), None), ((195, 7), (195, 7))])
-def test_undo_removes_unit_nodes(tmp_path: Path, there: tuple[int, int] | None, left: tuple[int, int] | None) -> None:
-    """A node of other numbers was there before the plan, one of the same numbers was not."""
-    host = System(str(tmp_path))
-    (tmp_path / "dev").mkdir()
-    (tmp_path / "dev/null").write_text("")
-    if there is not None:
-        host.make_node("/dev/nvidia0", *there, 0o666)
-    change = MakeNode("/dev/nvidia0", 195, 0)
-    before = change.capture(host)
-    change.apply(host, lambda *_: None)
-    change.undo(host, before, {})
-    found = host.status("/dev/nvidia0")
-    assert ((found.major, found.minor) if found is not None else None) == left
-
-
 # -- MIG devices -------------------------------------------------------------------------------------------------------
 def answer() -> str:
     """What the child process says of two GPUs, the first of them divided."""
@@ -87,12 +65,8 @@ def answer() -> str:
 @pytest.fixture
 def mig_host(tmp_path: Path) -> Host:
     """Two GPUs, the first of them divided into two instances, with all nodes."""
-    install_tree(tmp_path)
-    write_kernel_tree(tmp_path, 2, divided=(0,))
-    (tmp_path / "lib").symlink_to("usr/lib")
-    make_nodes(tmp_path, 2)
-    for node in mig_nodes(0):
-        os.mknod(tmp_path / node.path.lstrip("/"), stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
+    write_driver(tmp_path, 2, divided=(0,))
+    make_nodes(tmp_path, mig_nodes(0))
     mig_host = Host(tmp_path)
     mig_host.nvml = (0, answer())
     return mig_host
