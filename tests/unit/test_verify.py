@@ -1,9 +1,7 @@
 """The checks of verify, and what becomes of the later ones."""
 
 import json
-import os
 import re
-import stat
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -26,8 +24,9 @@ from gpuprov.facts.boot import NODES, PROGRAM, UNITS
 from gpuprov.protocol.events import CheckDone, Event
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.verify import verify
-from tests.simgpu import device_nodes, gpu, install_tree, write_kernel_tree
+from tests.simgpu import gpu
 from tests.unit.checks.test_smi import LAUGHS, REPORT
+from tests.unit.driver_tree import write_driver
 
 pytestmark = pytest.mark.root
 
@@ -112,14 +111,7 @@ def before(name: str) -> list[str]:
 
 @pytest.fixture
 def host(tmp_path: Path) -> RecordedHost:
-    install_tree(tmp_path)
-    write_kernel_tree(tmp_path, 2)
-    (tmp_path / "dev").mkdir()
-    for node in device_nodes(2):
-        place = tmp_path / node.path.lstrip("/")
-        place.parent.mkdir(exist_ok=True)
-        os.mknod(place, stat.S_IFCHR | node.mode, os.makedev(node.major, node.minor))
-        place.chmod(node.mode)
+    write_driver(tmp_path, 2)
     made = RecordedHost(tmp_path)
     for path, content in (
         (toolkit.CDI_SPECIFICATION, render_json(specification(discover(made)))),
@@ -305,7 +297,8 @@ _WAITED = 'time="2026-11-28T23:57:30Z" level=error msg="error waiting for contai
         ("all", (125, "", "docker: Error response\ngpuprov: there is no GPU 7\nSee 'docker run --help'."),
          "docker, all GPUs", "the container exited 125: gpuprov: there is no GPU 7"),
         ("all", (1, "", ""), "docker, all GPUs", "the container exited 1: (silent)"),
-        (gpu(1).uuid, (0, REPORT, ""), "docker, one GPU", f"asked for {gpu(1).uuid}, the container sees"),
+        (gpu(1).uuid, (0, REPORT, ""), "docker, one GPU",
+         f"asked for {gpu(1).uuid}, the container sees {gpu(0).uuid}, {gpu(1).uuid}; gpuprov install"),
         (gpu(1).uuid, (0, "<x/>", ""), "docker, one GPU", "the container sees none"),
         ("none", (0, "/dev/nvidia0\n/dev/nvidiactl\n", ""), "docker, no GPU",
          "a container that asked for no GPU got /dev/nvidia0, /dev/nvidiactl"),
