@@ -210,12 +210,6 @@ def test_what_has_a_specification_of_its_own_comes_from_there(tmp_path: Path, co
     assert "cufile.json" in names(got)
 
 
-@pytest.mark.parametrize("broken", [{"mounts": [{}]}, {"mounts": [5]}, {"deviceNodes": [{}]}, {"hooks": [{}]}])
-def test_a_specification_that_is_none_is_refused_by_its_path(tmp_path: Path, broken: dict[str, Any]) -> None:
-    with pytest.raises(Refused, match=f"the CDI specification {tmp_path}/nvidia.json can't be used"):
-        chosen(tmp_path, broken)
-
-
 def test_other_kind_of_device_needs_no_own_specification(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mps, "is_served", lambda folder: True)
     device = {"name": "0", "containerEdits": {"deviceNodes": [node("/dev/net0", 0)]}}

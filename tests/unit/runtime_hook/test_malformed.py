@@ -145,8 +145,6 @@ DEEP = 100_000
 @pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
 def test_deep_nesting_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, begin: str, end: str) -> None:
     deep = begin * DEEP + "1" + end * DEEP
-    with pytest.raises(ValueError, match="nested too deeply"):
-        jsonio.loads(deep)
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(deep.encode())))
     with pytest.raises(Refused, match="standard input holds no OCI state: nested too deeply"):
         hook_main.serve(["prestart"])

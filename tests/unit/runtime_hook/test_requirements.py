@@ -96,12 +96,6 @@ def test_a_check_tells_violated_from_invalid(expressions: list[str], state: str,
     assert says in reason and bool(reason) is bool(says)
 
 
-def test_every_expression_must_hold() -> None:
-    require(["cuda>=12", "driver>=550"], HOST)
-    with pytest.raises(Refused, match="requires driver>=560"):
-        require(["cuda>=12", "driver>=560"], HOST)
-
-
 def test_an_image_runs_on_a_driver_that_one_of_its_alternatives_names() -> None:
     require([OF_AN_IMAGE], {"driver": "470.256.02", "cuda": "11.4", "brand": "Tesla"})
 
@@ -119,9 +113,6 @@ def test_what_the_host_cannot_tell_is_not_held_against_it(name: str) -> None:
         ("cuda=>12", "is no condition"),
         ("cuda><12", "is no condition"),
         ("cuda!12", "is no condition"),
-        ("cuda!12.4.0.0.0", "is no condition"),
-        ("!12.4.0.0.0", "is no condition"),
-        ("cuda>=12\tdriver>=550", "is no version"),
         (">=12", "is no condition"),
         ("cuda>=", "is no condition"),
         ("cuda>=x", "'x' is no version"),

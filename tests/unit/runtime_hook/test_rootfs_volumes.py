@@ -182,5 +182,7 @@ def test_a_link_where_nothing_is_takes_no_temporary_name(tree: Path) -> None:
     assert (tree / "etc/file").lstat().st_ino == before
     assert root.has_link("/etc/file", "target")
     assert not root.has_link("/etc/file", "another")
+    root.make_link("/etc/file", "another")
+    assert str((tree / "etc/file").readlink()) == "another"
     assert not root.has_link("/etc/none", "target") and not root.has_link("/none/file", "target")
     root.close()
