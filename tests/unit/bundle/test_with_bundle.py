@@ -60,6 +60,7 @@ _NO_IMAGES = ("app:1", "base:2")
         ({"version": "1"}, {}, (), False, "the bundle is for debian 1 on x86_64"),
         ({"distribution": "ubuntu"}, {}, (), False, "ID=debian VERSION_ID=12"),
         ({"architecture": "aarch64"}, {}, (), False, "--distro debian-12 --arch x86_64"),
+        ({"architecture": "aarch64"}, {}, (), False, "uname -m: x86_64"),
         # A driver is compared only where one is installed.
         ({"driver_file": "", "driver_version": ""}, {}, (), False, ""),
         ({}, {}, (), True, ""),
