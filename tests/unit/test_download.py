@@ -3,7 +3,6 @@
 import gzip
 import hashlib
 import http.server
-import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
@@ -92,29 +91,6 @@ def test_what_a_run_left_is_resumed_or_removed(system: System, site: Site, part:
 
 
 @pytest.mark.parametrize(
-    ("content", "what", "evidence"),
-    [
-        (b"something else", "is not the file that was asked for", f"expected {DIGEST}"),
-        (b"", "is not the file that was asked for", "e3b0c44298fc1c149afbf4c8996fb924"),
-        (LOGIN_PAGE, "gave a web page instead of a file", "Proxy log-in"),
-    ],
-)
-def test_a_wrong_digest_leaves_nothing(system: System, site: Site, content: bytes, what: str, evidence: str) -> None:
-    site.files["/run"] = content
-    problem = refused(download, system, f"{site.url}/run")
-    assert what in problem.what and evidence in problem.evidence
-    assert names(system) == ()
-
-
-def test_a_wrong_digest_leaves_the_file_that_was_there(system: System, site: Site) -> None:
-    site.files["/run"] = b"something else"
-    system.write("/file", b"of last year")
-    with pytest.raises(GpuprovError):
-        download(system, f"{site.url}/run")
-    assert system.read_bytes("/file") == b"of last year"
-
-
-@pytest.mark.parametrize(
     ("status", "next_step"),
     [(401, "login"), (403, "proxy"), (404, "version and URL"), (407, "gpuprov_proxy"), (416, "later"), (503, "later")],
 )
@@ -196,20 +172,6 @@ def test_a_refused_digest_is_no_missing_one(system: System, site: Site) -> None:
     site.status = 403
     with pytest.raises(GpuprovError, match="can't be had"):
         published_sha256(system, f"{site.url}/404.run")
-
-
-def test_what_cannot_be_had_is_known_before_anything_is_fetched(system: System, site: Site) -> None:
-    site.files["/there"] = CONTENT
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{closed.getsockname()[1]}/x"
-        urls = [f"{site.url}/there", f"{site.url}/gone", nobody, "file:///anything", f"{site.url}/there"]
-        found = unreachable(system, urls)
-    assert {one.what for one in found} == {
-        f"{site.url}/gone can't be had", f"{nobody} can't be reached: the connection is refused",
-    }  # fmt: skip
-    assert all(one.next_step for one in found)
-    assert sorted(site.asked) == [("/gone", "HEAD"), ("/there", "HEAD")]
 
 
 @pytest.mark.parametrize("status", [403, 405, 501, 503])

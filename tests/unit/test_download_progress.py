@@ -15,7 +15,8 @@ from gpuprov.driver.run_files import FetchRunfile
 from gpuprov.driver_run import default_url
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.tables import PACKAGED, Tables
-from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, site, system
+from tests.loopback import free_port
+from tests.unit.download_server import CONTENT, DIGEST, PIECE, Impatient, Site, names, site, system
 from tests.unit.refused import refused
 
 __all__ = ["site", "system"]
@@ -147,12 +148,15 @@ def test_a_local_file_replaces_what_an_earlier_run_left_of_it(system: System) ->
 
 
 def test_what_is_not_the_file_is_told_with_both_digests_and_what_to_do(system: System, site: Site) -> None:
-    site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600}
-    run, page = (refused(progress, system, f"{site.url_with_login}/{name}") for name in ("run", "page"))
+    site.files = {"/run": b"x", "/page": b" <!DOCTYPE html>" + b"y" * 600, "/empty": b""}
+    system.write("/file", b"of last year")
+    run, page, empty = (refused(progress, system, f"{site.url_with_login}/{name}") for name in ("run", "page", "empty"))
+    assert (names(system), system.read_bytes("/file")) == (("file",), b"of last year")
     assert run.what == f"what {site.masked_url}/run gave is not the file that was asked for"
     assert page.what == f"{site.masked_url}/page gave a web page instead of a file"
     assert run.evidence == f"its SHA-256 is {hashlib.sha256(b'x').hexdigest()}, expected {DIGEST}"
     assert page.evidence == "<!DOCTYPE html>" + "y" * 104
+    assert hashlib.sha256(b"").hexdigest() in empty.evidence
     assert "digest" in run.next_step
     assert "check the URL" in page.next_step and "proxy" in page.next_step
 
@@ -185,9 +189,14 @@ def test_of_a_huge_local_file_no_more_than_the_limit_is_read(tmp_path: Path) -> 
 def test_what_can_not_be_had_is_told_in_order_and_redirections_are_followed(system: System, site: Site) -> None:
     site.files["/there"] = CONTENT
     site.moved = {"/a": "/there", "/b": "/gone"}
-    found = unreachable(system, [f"{site.url_with_login}/{name}" for name in ("z", "b", "there", "a", "z")])
+    urls = [f"{site.url_with_login}/{name}" for name in ("z", "b", "there", "a", "z")]
+    found = unreachable(system, [*urls, "file:///anything"])
     next_step = "there is no such file: check version and URL"
     assert found == tuple(Problem(f"{site.masked_url}/{one} can't be had", "HTTP 404", next_step) for one in ("b", "z"))
+    assert sorted({*site.asked}) == [(f"/{name}", "HEAD") for name in ("a", "b", "gone", "there", "z")]
+    assert len([path for path, _ in site.asked if path == "/z"]) == 1
+    (refusing,) = unreachable(system, [f"http://127.0.0.1:{free_port()}/x"])
+    assert refusing.what.endswith("/x can't be reached: the connection is refused") and refusing.next_step
 
 
 def test_a_wait_that_a_server_asks_for_is_not_shorter_than_ours(system: Impatient, site: Site) -> None:
