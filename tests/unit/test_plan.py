@@ -34,7 +34,7 @@ from gpuprov.plan.upgrades import upgrades
 from gpuprov.protocol import tables
 from gpuprov.protocol.advisories import TOOLKIT_PACKAGE
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH, deployed_files, render_hook
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, render_hook
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
 from gpuprov.toolkit import HandOverHook, InstallRuntime
 from tests.unit.fake_host import RELEASE, FakeHost
@@ -292,20 +292,6 @@ def test_packages_of_the_driver_that_are_asked_for_are_an_upgrade(facts: HostFac
     assert (upgrade.product, upgrade.installed, upgrade.wanted) == ("driver", "550.163.01", "580.178.04")
 
 
-def deployed(facts: HostFacts, **spoiled: Any) -> HostFacts:
-    """Return a host that has the runtime's files as they shall be; the launcher's fact with these fields instead."""
-    files = {path: FileFact(content, mode, 0, 0) for path, mode, content in deployed_files(facts.interpreter.path)}
-    launcher = {LAUNCHER_PATH: replace(files[LAUNCHER_PATH], **spoiled)}
-    return replace(facts, files={**facts.files, **files, **launcher}, bytecode_current=True)
-
-
-@pytest.mark.parametrize("spoiled", [{"uid": 1000}, {"mode": 0o777}, {"content": b"#!/bin/sh\n"}], ids=str)
-def test_root_owns_the_launcher_with_our_mode_and_content(facts: HostFacts, spoiled: dict[str, Any]) -> None:
-    assert planned(deployed(facts), spec(), InstallRuntime) is None
-    assert planned(deployed(facts, gid=1000), spec(), InstallRuntime) is None
-    assert planned(deployed(facts, **spoiled), spec(), InstallRuntime) is not None
-
-
 def hook_file(content: bytes) -> FileFact:
     return FileFact(content, 0o755, 0, 0)
 
@@ -324,6 +310,7 @@ def test_the_hooks_name_is_ours_until_nvidias_package_owns_it(facts: HostFacts, 
     host = replace(facts, files={**facts.files, **({NVIDIA_HOOK_PATH: there} if there else {})})
     paths = {path for path, _, _ in planned(host, spec(), InstallRuntime).files}
     assert (NVIDIA_HOOK_PATH in paths, HOOK_PATH in paths) == (ours, True)
+    assert planned(host, spec(), HandOverHook) is None
     kinds = [type(item.change) for item in make_plan(host, spec(toolkit="nvidia")).changes]
     assert kinds.count(HandOverHook) == handed
     assert not handed or kinds.index(HandOverHook) < kinds.index(InstallPackages)

@@ -30,7 +30,6 @@ from gpuprov.toolkit import (
     packages,
     plan_cdi,
     plan_device_nodes,
-    plan_hook_handover,
     plan_runtime,
     runtime_path,
 )
@@ -41,6 +40,8 @@ OURS, NVIDIAS = b"import runtime_hook.hook_main\n", b"\x7fELF"
 BUNDLED, NVIDIA = HostSpec(toolkit="bundled"), HostSpec(toolkit="nvidia", toolkit_version="1.18.0-1")
 PYTHON = Interpreter(path="/usr/bin/python3.11")
 OTHER = OTHER_PATHS[0]
+DEPLOYED = deployed_files(PYTHON.path)
+LAUNCHER = next(FileFact(content, mode, 0, 0) for path, mode, content in DEPLOYED if path == LAUNCHER_PATH)
 
 
 @dataclass
@@ -82,15 +83,6 @@ def test_the_program_and_the_packages_of_each_toolkit() -> None:
     assert packages(HostSpec(toolkit="nvidia")) == tuple(name.partition("=")[0] for name in packages(NVIDIA))
 
 
-@pytest.mark.parametrize(
-    ("spec", "content", "handed"),
-    [(NVIDIA, OURS, True), (NVIDIA, NVIDIAS, False), (NVIDIA, None, False), (BUNDLED, OURS, False)],
-)
-def test_the_hook_is_handed_over_if_it_is_gpuprovs(spec: HostSpec, content: bytes | None, handed: bool) -> None:
-    files = {} if content is None else {NVIDIA_HOOK_PATH: roots(content)}
-    assert plan_hook_handover(facts(files), spec) == ((HandOverHook(),) if handed else ())
-
-
 @pytest.mark.parametrize("there", [True, False])
 def test_the_undo_of_a_handover_leaves_nvidias_hook(host: System, there: bool) -> None:
     host.write(NVIDIA_HOOK_PATH, OURS)
@@ -119,6 +111,9 @@ def test_the_files_of_the_runtime(path: str, ours: bool) -> None:
         (BUNDLED, {}, {}, None), (NVIDIA, {LAUNCHER_PATH: None}, {}, None),
         (BUNDLED, {LAUNCHER_PATH: None}, {"interpreter": Interpreter()}, None),
         (BUNDLED, {LAUNCHER_PATH: None}, {}, ()), (BUNDLED, {LAUNCHER_PATH: roots(b"old", 0o755)}, {}, ()),
+        (BUNDLED, {LAUNCHER_PATH: replace(LAUNCHER, uid=1000)}, {}, ()),
+        (BUNDLED, {LAUNCHER_PATH: replace(LAUNCHER, mode=0o777)}, {}, ()),
+        (BUNDLED, {LAUNCHER_PATH: replace(LAUNCHER, gid=1000)}, {}, None),
         (BUNDLED, {}, {"bytecode_current": False}, ()),
         (BUNDLED, {f"{MODULES}/gone.py": roots(b"")}, {}, (f"{MODULES}/gone.py",)),
         (BUNDLED, {"/usr/bin/other": roots(b"")}, {}, None), (BUNDLED, {NVIDIA_HOOK_PATH: roots(NVIDIAS)}, {}, None),
@@ -127,10 +122,9 @@ def test_the_files_of_the_runtime(path: str, ours: bool) -> None:
 def test_the_runtime_is_installed_if_it_is_not_this_versions(
     spec: HostSpec, change: dict[str, FileFact | None], more: dict[str, Any], stale: tuple[str, ...] | None
 ) -> None:
-    wanted = deployed_files(PYTHON.path)
-    there = {**{path: roots(content, mode) for path, mode, content in wanted}, **change}
+    there = {**{path: roots(content, mode) for path, mode, content in DEPLOYED}, **change}
     found = plan_runtime(facts({path: one for path, one in there.items() if one}, **more), spec)
-    assert found == (() if stale is None else (InstallRuntime(wanted, PYTHON, stale),))
+    assert found == (() if stale is None else (InstallRuntime(DEPLOYED, PYTHON, stale),))
 
 
 def test_the_diff_of_the_runtime_names_what_changes(host: System) -> None:
