@@ -288,6 +288,8 @@ def test_explain_tells_the_refusal(host: Path, environment: str, devices: list[s
     found = explain(host, json.dumps({"process": {"env": environment.split()}}))
     assert (found["devices"], found["gpu_container"]) == (devices, devices is not None)
     assert (found["error"] is None) if error is None else error in found["error"]
+    assert error is None or found["edits"] == {}
+    assert found["mig_config"] == ("all" if "MIG" in environment else "")
 
 
 def test_explain_looks_into_a_bundles_root(host: Path) -> None:
@@ -325,15 +327,12 @@ def test_closed_input_holds_nothing(words: str, monkeypatch: pytest.MonkeyPatch)
     ("words", "code", "says"),
     [
         (("--cuda", "12.4", "cuda>=12.0"), 0, "satisfied"),
-        (("--cuda", "12.4", "cuda>=12.0,driver>=1"), 0, "satisfied"),
         (("--cuda", "12.4"), 0, "satisfied"),
         (("--cuda", "12.4", "", " , "), 0, "satisfied"),
         (("--cuda", "12.4", "--driver", "550.163.01", "cuda>=13.0"), 1, "violated: requires cuda>=13.0, this host's"),
         (("--brand", "Tesla", "brand=geforce brand=TESLA"), 0, "satisfied"),
         (("--arch", "9.0", "arch<9.0"), 1, "violated"),
         (("--cuda", "12.4", "cuda>=12 cuda==1"), 2, "invalid"),
-        (("--cuda", "12.4", "cuda"), 2, "invalid"),
-        (("--cuda", "12.4", "cuda>=x"), 2, "invalid"),
         (("--brand", "x", "brand<x"), 2, "invalid"),
     ],
 )  # fmt: skip

@@ -9,7 +9,6 @@ import tomllib
 from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
-from gpuprov.engines import containerd
 from gpuprov.protocol.errors import ExitCode
 from tests.files import put
 from tests.unit.test_commands_for_containers import error_of
@@ -127,18 +126,6 @@ def test_diff_shows_what_changes(main: Path, words: list[object]) -> None:
     done = run(*words, "--dry-run", "--diff")
     assert f"--- {main}\n+++ {main}\n" in done.output
     assert [line for line in done.output.splitlines() if line.startswith("-") and not line.startswith("---")] == []
-
-
-def test_drop_in_and_back(tmp_path: Path, main: Path, words: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
-    drop_in = tmp_path / "conf.d/99-nvidia.toml"
-    monkeypatch.setattr(containerd, "DROP_IN", str(drop_in))
-    main.write_text("version = 2\n")
-    done = run(*words)
-    assert f"wrote {drop_in}\nwrote {main}\n" in done.output
-    assert tomllib.loads(main.read_text())["imports"] == [f"{tmp_path}/conf.d/*.toml"]
-    done = run(*words, "--unset")
-    assert f"removed {drop_in}" in done.output
-    assert not drop_in.exists() and main.read_text() == "version = 2\n"
 
 
 def test_json_for_programs(main: Path, words: list[object]) -> None:

@@ -81,14 +81,6 @@ def test_the_text_says_what_is_asked_given_and_why(settings: Path, environment: 
     assert [line for line in lines if line not in done.output.splitlines()] == []
 
 
-def test_a_refused_container_keeps_what_is_known_of_its_request(settings: Path) -> None:
-    done = explain(settings, "NVIDIA_VISIBLE_DEVICES=0,1", "NVIDIA_MIG_CONFIG_DEVICES=all", flags=("--json",))
-    found = json.loads(done.output)
-    assert (found["devices"], found["mig_config"], found["gpu_container"]) == (["0", "1"], "all", True)
-    assert "is for privileged containers alone" in found["error"]
-    assert found["edits"] == {}
-
-
 def test_nothing_is_changed(settings: Path, tmp_path: Path) -> None:
     (tmp_path / "rootfs/usr/lib64").mkdir(parents=True)
     (tmp_path / "config.json").write_text(json.dumps({
