@@ -1,7 +1,6 @@
 """Downloads that break off, go on, or are refused: what is on the disk and what the error says."""
 
 import gzip
-import hashlib
 import http.server
 import ssl
 import subprocess
@@ -239,34 +238,6 @@ def test_over_http_no_digest_beside_the_file_counts(system: System, site: Site) 
     assert trusted_sha256(system, f"{site.url}/a.run") == ""
     system.write("/a.run.sha256sum", DIGEST.encode())
     assert trusted_sha256(system, "file:///a.run") == DIGEST
-
-
-def test_a_digest_that_is_given_counts_more_than_the_mirrors(system: System) -> None:
-    system.make_directory("/mirror")
-    system.write("/mirror/a.run", b"of the mirror")
-    system.write("/mirror/a.run.sha256sum", hashlib.sha256(b"of the mirror").hexdigest().encode())
-    url = "file:///mirror/a.run"
-    with pytest.raises(GpuprovError, match=f"is not the file that was asked for(.|\\n)*expected {DIGEST}"):
-        FetchRunfile(url, "/cache/a.run", DIGEST).apply(system, lambda *_: None)
-    assert not system.exists("/cache/a.run")
-    FetchRunfile(url, "/cache/a.run", "").apply(system, lambda *_: None)
-    assert system.read_bytes("/cache/a.run") == b"of the mirror"
-    assert (folder := system.status("/cache")) is not None and folder.mode == 0o700
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_a_runfile_that_was_there_stays_with_the_undo(system: System, there: bool) -> None:
-    system.make_directory("/cache")
-    system.make_directory("/mirror")
-    system.write("/mirror/a.run", CONTENT)
-    if there:
-        system.write("/cache/a.run", b"of an earlier run")
-    change = FetchRunfile("file:///mirror/a.run", "/cache/a.run", DIGEST)
-    before = change.capture(system)
-    change.apply(system, lambda *_: None)
-    assert system.read_bytes("/cache/a.run") == CONTENT
-    change.undo(system, before, {})
-    assert system.exists("/cache/a.run") == there
 
 
 def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:

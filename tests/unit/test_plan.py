@@ -173,11 +173,6 @@ def test_kernel_without_modules_is_refused_first(metal: HostFacts, disabled: boo
     assert problem.next_step.startswith(step)
 
 
-def test_in_a_container_the_outer_driver_must_be_loaded(facts: HostFacts) -> None:
-    unloaded = replace(facts, driver=replace(facts.driver, kernel_version=""))
-    assert "not loaded on the container host" in said(unloaded, spec())
-
-
 @pytest.mark.parametrize("driver", ["runfile", "packages", "distribution", "preinstalled"])
 @pytest.mark.parametrize("version", ["", "580", "535.261.03"])
 def test_unknown_versions_leave_no_gaps(facts: HostFacts, metal: HostFacts, driver: str, version: str) -> None:
@@ -247,11 +242,6 @@ def test_the_running_kernels_module_belongs_to_a_whole_driver(metal: HostFacts, 
     assert not RunFile(replace(unbuilt, has_module=True), spec()).installs
     assert not RunFile(replace(unbuilt, driver=replace(unbuilt.driver, kernel_version=VERSION)), spec()).installs
     assert not RunFile(replace(unbuilt, kernel=facts.kernel), spec()).installs
-
-
-def test_another_version_is_replaced_and_said_so(facts: HostFacts) -> None:
-    old = replace(facts, driver=replace(facts.driver, library_version="535.1.1"))
-    assert "instead of 535.1.1" in planned(old, spec(), InstallDriver).summary()
 
 
 @pytest.mark.parametrize(

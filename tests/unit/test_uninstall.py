@@ -99,17 +99,6 @@ def test_after_two_runs_the_host_is_as_before_the_first(host: FakeHost) -> None:
     assert ended.changed > 0 and "as before gpuprov's first run" in ended.summary
 
 
-def test_a_runtime_that_was_upgraded_leaves_nothing(host: FakeHost) -> None:
-    """The upgrade captures byte code that the first run compiled, and that was not there before it."""
-    before = whole_tree(host)
-    done(carry_out(host, "install"))
-    older = host.root / "usr/lib/gpuprov/runtime_hook/record.py"
-    older.write_text("# of an older version\n")
-    assert done(carry_out(host, "install")).changed == 1
-    done(carry_out(host, "uninstall"))
-    assert whole_tree(host) == before
-
-
 def test_upgrade_removes_old_modules_and_rollback_restores(host: FakeHost, monkeypatch: pytest.MonkeyPatch) -> None:
     """Earlier versions had more modules; none of them, nor its byte code, may stay importable."""
     before = whole_tree(host)
