@@ -1,6 +1,5 @@
 """A driver's installation that fails: what it was to replace stays if the installer did not touch it yet."""
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ from gpuprov.core.apply import apply_changes
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import new_journal, read_runs
 from gpuprov.core.places import CACHE_DIRECTORY
-from gpuprov.core.system import System
-from gpuprov.driver.run_files import INCOMPLETE_MARK, FetchRunfile, require_digest, require_room
+from gpuprov.driver.run_files import INCOMPLETE_MARK, FetchRunfile, require_room
 from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.facts.host import gather
 from gpuprov.plan.context import source_of
@@ -162,16 +160,6 @@ def test_an_installation_needs_room_in_the_cache_and_in_its_place(tmp_path: Path
     problem = refused(require_room, host, "/driver.run", 3, "/usr", "it")
     assert f"not enough room on the file system of {full} to install it" in problem.what
     assert (problem.evidence, problem.next_step) == ("29 MiB free, 30 MiB needed", f"make room: df -h {full}")
-
-
-def test_a_file_with_another_digest_is_not_installed(tmp_path: Path) -> None:
-    (tmp_path / "file").write_bytes(b"x")
-    system = System(str(tmp_path))
-    require_digest(system, "/file", "", "it", "v")
-    require_digest(system, "/file", hashlib.sha256(b"x").hexdigest(), "it", "v")
-    problem = refused(require_digest, system, "/file", "0" * 64, "it", "v")
-    assert "it is not the one that was asked for" in problem.what
-    assert f"v is {'0' * 64}" in problem.evidence and problem.next_step
 
 
 _OURS = "https://us.download.nvidia.com/XFree86/Linux-x86_64/580.1.1/NVIDIA-Linux-x86_64-580.1.1.run"

@@ -318,15 +318,6 @@ def test_a_hook_of_nvidias_is_seen_though_it_is_not_read(tmp_path: Path, kind: s
     assert gather(host).files[NVIDIA_HOOK_PATH].content == b""
 
 
-def test_a_file_in_the_cache_counts_by_its_digest(metal: HostFacts) -> None:
-    known = {"driver_version": "580", "driver_url": "https://a.example/x.run"}
-    digest = planned(metal, spec(**known), FetchRunfile).sha256
-    for there, wanted, fetched in ((digest, known, False), ("0" * 64, known, True),
-                                   ("0" * 64, {**known, "driver_version": "580.1.1"}, False)):  # fmt: skip
-        facts = replace(metal, downloads={"/var/cache/gpuprov/x.run": there})
-        assert (planned(facts, spec(**wanted), FetchRunfile) is not None) == fetched
-
-
 def test_nvidias_own_file_of_a_known_release_has_a_known_digest(metal: HostFacts) -> None:
     wanted = spec(driver_version="580")
     known = tables.PACKAGED.known_sha256(wanted.driver_version, "x86_64")
@@ -421,18 +412,3 @@ def test_steps_keep_the_plan_to_a_part_in_the_plans_own_order(facts: HostFacts, 
 
 def test_what_stands_in_the_way_is_told_whatever_the_steps(facts: HostFacts) -> None:
     assert make_plan(replace(facts, gpus=()), spec(), ("docker",)).problems
-
-
-@pytest.mark.parametrize(
-    ("values", "refused"),
-    [
-        ({"driver_version": "580.1.1", "driver_url": "http://a.example/x.run"}, True),
-        ({"driver_version": "580.1.1", "driver_url": "http://a.example/x.run", "driver_sha256": "a" * 64}, False),
-        ({"driver_version": "580.1.1", "driver_url": "https://a.example/x.run"}, False),
-        ({"driver_version": "580.178.04", "driver_url": "http://a.example/x.run"}, False),
-        ({"driver_version": "580.1.1", "driver_url": "/srv/x.run"}, False),
-    ],
-)
-def test_a_driver_over_http_needs_a_digest(metal: HostFacts, values: dict[str, str], refused: bool) -> None:
-    """An attacker who can change the file on the way can change the digest beside it."""
-    assert ("comes over http and its SHA-256 is not known" in said(metal, spec(**values))) is refused

@@ -256,6 +256,7 @@ PLAIN = {"packages": [], "images": [], "driver_file": ""}
         ({"files": [file("manifest.json")], **PLAIN}, "is no path for a bundle"),
         ({"files": []}, "which it does not list"),
         ({"driver_file": "/root/evil.run"}, "which it does not list"),
+        ({"cuda_version": "12.4", "cuda_file": "cuda/cuda.run"}, "which it does not list"),
         ({"inputs": []}, "Manifest.inputs is not an object"),
         ({"packages": [{"name": "a"}]}, "Manifest.packages[0].version is missing"),
     ],
