@@ -171,16 +171,13 @@ KERNEL_ROWS = (
     Row("secure-boot-unsigned", both(on_metal(), lambda x: with_kernel(x, secure_boot="enabled"), there(KEYS[0])),
         "has no signer",
         f"; dkms install nvidia/550.163.01 -k {RELEASE}; mokutil --import {KEYS[0]}", LIKELY),
-    Row("headers-missing",
-        on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
-                 kernels=(InstalledKernel(RELEASE, headers=False, module=False),)),
-        "dkms status: nvidia/550.163.01: added", f"apt-get install -y linux-headers-{RELEASE}; dkms autoinstall"),
-    # A kernel that is older than what repositories keep.
+    # The kernel may be older than what repositories keep.
     Row("headers-missing",
         on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
                  kernels=(InstalledKernel(RELEASE, headers=False, module=False),)),
         "dkms status: nvidia/550.163.01: added",
-        "; modprobe nvidia  # if no repository has them: boot the newest kernel: apt-get install linux-image-amd64"),
+        f"apt-get install -y linux-headers-{RELEASE}; dkms autoinstall -k {RELEASE}; modprobe nvidia  # if no "
+        "repository has them: boot the newest kernel: apt-get install linux-image-amd64"),
     Row("dkms-failed",
         on_metal(module=ModuleFile(), dkms="nvidia/550.163.01: added\n",
                  kernels=(InstalledKernel(RELEASE, headers=True, module=False),)),

@@ -404,10 +404,6 @@ def test_a_host_of_another_version_is_healthy(host: DoctorHost, version: str | N
     assert cause.next_step.endswith("  # updates it: 1 change, no container stops")
 
 
-def test_a_host_of_this_version_says_nothing_of_it(host: DoctorHost) -> None:
-    assert not runtime_causes(host)
-
-
 def test_what_its_own_record_has_and_the_host_lacks_is_found(host: DoctorHost) -> None:
     by_another_version(host, None)
     host.write(f"{_MODULES}/main.py", b"# changed by hand\n")
