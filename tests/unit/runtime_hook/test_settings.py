@@ -169,11 +169,6 @@ def test_a_log_level_that_nobody_knows_is_a_typing_error_in_ours_and_info_in_nvi
     assert "log-level 'loud' is unknown: use one of trace, debug" in read(tmp_path, own=text)[1]
 
 
-def test_an_edit_takes_effect_at_the_next_start(tmp_path: Path) -> None:
-    assert not read(tmp_path, own="disable-require = false")[0].disable_require
-    assert read(tmp_path, own="disable-require = true")[0].disable_require
-
-
 def test_a_file_that_is_a_folder_is_trouble(tmp_path: Path) -> None:
     (tmp_path / "own.toml").mkdir()
     assert read(tmp_path)[1].endswith("own.toml can't be read: Is a directory")
