@@ -72,11 +72,6 @@ def test_a_yes_or_no_without_default_goes_through_json_and_back() -> None:
     assert parse_spec({"image_nvswitch": "false"}).image_nvswitch is False
 
 
-def test_wrong_generations_are_named() -> None:
-    with pytest.raises(GpuprovError, match="gpuprov_image_gpus is not one of maxwell"):
-        parse_spec({"image_gpus": ["voodoo"]})
-
-
 def test_an_image_that_could_not_work_is_refused(facts: HostFacts) -> None:
     assert "which kernel modules the image needs is not said" in what(facts, spec(image_gpus=[]))
     assert "which kernel modules" not in what(facts, spec(image_gpus=[], kernel_module_type="open"))
@@ -215,7 +210,7 @@ def test_an_identity_that_is_there_goes_and_ssh_gets_new_keys_with_the_undo(tmp_
     assert host.commands == [(SSH_KEYGEN, "-A")]
 
 
-def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
+def test_the_mark_of_an_image_is_written_once_and_goes_from_a_host(facts: HostFacts) -> None:
     (mark,) = clean.plan_mark(facts, spec())
     assert isinstance(mark, WriteFile)
 
@@ -226,6 +221,9 @@ def test_the_mark_of_an_image_is_written_once(facts: HostFacts) -> None:
     assert (planned(mark.content), planned(b"another version's")) == ((), (mark,))
     # On a host there is nothing to write, and where no mark is, nothing to remove.
     assert clean.plan_mark(replace(facts, image=None), spec()) == clean.plan_mark(facts, HostSpec()) == ()
+    marked = replace(facts, image=None, files={**facts.files, "/etc/gpuprov/image": FileFact(b"", 0o644, 0, 0)})
+    found = clean.plan_mark(marked, HostSpec())
+    assert (mark.summary(), [one.key for one in found]) == ("write /etc/gpuprov/image", ["remove /etc/gpuprov/image"])
 
 
 def test_no_example_of_an_image_sets_a_password() -> None:
@@ -263,10 +261,3 @@ def test_the_shutdown_after_an_image_saves_no_random_seed(tmp_path: Path) -> Non
     assert host.read_text(drop_in) == "[Service]\nExecStop=\n" and ("systemctl", "daemon-reload") in host.commands
     clean.CleanImage.undo(host, {"paths": []}, {})
     assert not host.exists(drop_in)
-
-
-def test_a_host_loses_the_mark_of_the_image_that_it_was(facts: HostFacts) -> None:
-    (mark,) = clean.plan_mark(facts, spec())
-    there = {**facts.files, "/etc/gpuprov/image": FileFact(b"", 0o644, 0, 0)}
-    found = clean.plan_mark(replace(facts, image=None, files=there), HostSpec())
-    assert (mark.summary(), [one.key for one in found]) == ("write /etc/gpuprov/image", ["remove /etc/gpuprov/image"])

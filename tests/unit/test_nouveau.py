@@ -55,7 +55,8 @@ def apply(host: FakeHost, changes: tuple[Change, ...]) -> None:
         journal.end("done")
 
 
-def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
+def test_blacklist_and_initramfs_then_nothing_and_back(host: FakeHost) -> None:
+    before = host.tree()
     changes = nouveau.plan(source_of(gather(host), spec()))
     assert [change.summary() for change in changes] == [
         f"keep nouveau, nova_core and nova_drm off the GPUs ({BLACKLIST}); rebuild the initramfs of {RELEASE}"
@@ -64,11 +65,6 @@ def test_blacklist_and_initramfs_then_nothing(host: FakeHost) -> None:
     apply(host, changes)
     assert kernels.holds_file(host.read_text(IMAGE) or "", BLACKLIST)
     assert nouveau.plan(source_of(gather(host), spec())) == ()
-
-
-def test_undo_gives_back_the_files_and_the_image(host: FakeHost) -> None:
-    before = host.tree()
-    apply(host, nouveau.plan(source_of(gather(host), spec())))
     undo_last(host)
     assert host.tree() == before
 
@@ -200,13 +196,13 @@ def test_a_driver_from_packages_needs_the_gpus_as_much(host: FakeHost) -> None:
     assert nouveau.plan(source_of(facts, spec(driver="packages"))) == nouveau.plan(source_of(facts, spec()))
 
 
-@pytest.mark.parametrize("values", [{"kernel_modules": "none"}, {"driver": "preinstalled"}])
-def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(host: FakeHost, values: dict[str, str]) -> None:
-    assert nouveau.plan(source_of(gather(host), spec(**values))) == ()
-
-
-def test_a_system_container_has_no_say_in_it(tmp_path: Path) -> None:
-    assert nouveau.plan(source_of(gather(FakeHost(tmp_path / "root")), spec())) == ()
+@pytest.mark.parametrize(
+    ("metal", "values"), [(True, {"kernel_modules": "none"}), (True, {"driver": "preinstalled"}), (False, {})]
+)
+def test_who_brings_the_driver_otherwise_keeps_nouveau_out_otherwise(
+    tmp_path: Path, metal: bool, values: dict[str, str]
+) -> None:
+    assert nouveau.plan(source_of(gather(FakeHost(tmp_path / "other", metal=metal)), spec(**values))) == ()
 
 
 PARAMS = 'ImexChannelCount: 2048\nCoherentGPUMemoryMode: "{}"\nRegistryDwords: ""\n'

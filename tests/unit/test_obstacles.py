@@ -18,7 +18,6 @@ from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.host import HostFacts, gather, read_only_places
 from gpuprov.plan.inputs import gather_for
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.events import Planned
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, spec_to_json
 from tests import simgpu
@@ -180,16 +179,6 @@ def test_the_diff_of_a_specification_is_what_is_written_mode_included(host: Doct
     item.change.apply(host, lambda *_: None)
     assert told.splitlines()[2:] == text_diff(path, wrong, place.read_bytes()).splitlines()[2:]
     assert file_diff(host, path, place.read_bytes(), 0o644) == ""
-
-
-def test_check_shows_a_mode_and_changes_nothing(host: DoctorHost) -> None:
-    (host.root / "etc/cdi/nvidia.json").chmod(0o600)
-    before = host.state()
-    ended, seen = ask(host, Request("install", spec_to_json(SPEC), check=True, diff=True))
-    assert ended.changed == 1
-    (plan,) = (event for event in seen if isinstance(event, Planned))
-    assert "(mode 0600)" in plan.changes[0].diff
-    assert host.state() == before
 
 
 def test_a_run_that_is_alive_is_seen_by_its_lock(host: DoctorHost) -> None:

@@ -48,6 +48,7 @@ def test_booleans_as_yaml_and_extra_vars_write_them(value: object) -> None:
         ({"driver_version": "550.163.01\n"}, "not a driver version", ""),
         ({"mig_layout": {"disabled"}}, "must be text or a list of texts", ""),
         ({"driver": "nouveau"}, "not one of runfile, packages, distribution, preinstalled", ""),
+        ({"image_gpus": ["voodoo"]}, "gpuprov_image_gpus is not one of maxwell", ""),
         ({"driver_url": "ftp://x/y"}, "neither a URL", ""),
         ({"driver_url": "http://x/$(id)"}, "neither a URL", ""),
         ({"driver_url": "relative/path"}, "neither a URL", ""),
