@@ -168,13 +168,6 @@ def test_an_answer_of_zyppers() -> None:
     assert Offers("zypper", found).lacking(("kernel-default-devel=6.4.0-150600.23.7",)) == ()
 
 
-def test_nothing_is_lacking_where_nobody_could_be_asked(metal: FakeHost) -> None:
-    metal._apt_get = lambda words: (100, "E: something")  # type: ignore[method-assign]
-    answer = managers.ask(metal, APT, ("gcc",), ())
-    assert answer.problems
-    assert answer.lacking(("gcc",)) == ()
-
-
 def test_who_is_at_work_with_packages_is_waited_for_before_the_first_change(metal: FakeHost) -> None:
     with held_by_another(metal.root / "var/lib/dpkg/lock-frontend") as holder:
         (note,) = notes(install(metal, check=True)[1], "holds")

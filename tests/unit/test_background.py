@@ -147,7 +147,8 @@ def test_a_log_of_more_than_a_mebibyte_begins_again(tmp_path: Path) -> None:
     crash(log)
     assert "xTraceback" in log.read_text()
     crash(log)
-    assert log.read_text().startswith("Traceback")
+    text = log.read_text()
+    assert text.startswith("Traceback") and text.rstrip().endswith("ZeroDivisionError: a defect")
 
 
 @pytest.mark.parametrize(
@@ -202,13 +203,3 @@ def test_the_limit_of_memory_is_lifted_if_possible() -> None:
     code = f"{lift}; print(resource.getrlimit(9)[0])"
     done = run("prlimit", f"--as=100000000:{4 << 30}", sys.executable, "-c", code)
     assert done.stdout.strip() in ("-1", str(4 << 30)), done.stderr
-
-
-@pytest.mark.parametrize("size", [1000, 2 << 20])
-def test_a_large_log_is_emptied_first(tmp_path: Path, size: int) -> None:
-    log = tmp_path / "gpuprov.log"
-    log.write_text("old\n" * (size // 4))
-    crash(log)
-    assert log.read_text().startswith("old") == (size == 1000)
-    assert "ZeroDivisionError" in log.read_text()
-    assert log.stat().st_size < 1 << 20

@@ -16,7 +16,6 @@ from gpuprov.packages.apt_changes import (
     RefreshPackageIndex,
     RemovePackages,
     needed_by_others,
-    plan_holds,
 )
 from gpuprov.packages.dpkg import gather_packages
 from gpuprov.packages.failures import Advice
@@ -338,7 +337,6 @@ def test_a_hold_that_is_refused_is_an_error(tmp_path: Path) -> None:
 
 
 def test_plans_hold_names_without_versions() -> None:
-    assert plan_holds(PackageFacts("apt", {"a": "1"}), ("a",)) == (HoldPackages(("a",)),)
     assert pinned(("a=1", "b")) == ("a",)
 
 

@@ -249,12 +249,6 @@ mDMEZ0AAABYJKwYBBAHaRw8BAQdAAAECAwQFBgcICQoLDA0ODxAREhMUFRYXGBkaGxwdHh8=
 )
 
 
-def test_a_key_survives_its_armor() -> None:
-    text = armored(KEY)
-    assert dearmored(text) == KEY and armored(text) == text
-    assert text.startswith(b"-----BEGIN PGP PUBLIC KEY BLOCK-----\n\n") and b"\n=" in text
-
-
 def test_trusted_keys_are_known_by_the_whole_fingerprint() -> None:
     (fingerprint,) = fingerprints(KEY)
     block = armored(KEY).decode().replace("BLOCK-----\n\n", "BLOCK-----\nVersion: rpm-4.18.0\n\n", 1)
