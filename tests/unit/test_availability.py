@@ -119,7 +119,9 @@ def test_the_copy_of_the_sources_follows_links(tmp_path: Path) -> None:
 def test_endless_apt_cache_does_not_mean_no_such_package(tmp_path: Path, verb: str) -> None:
     host = Scripted(tmp_path, {verb: (124, "")})
     host.make_directory("/var/tmp")
-    (problem,) = managers.ask(host, APT, ("linux-headers-6.1",), ()).problems
+    answer = managers.ask(host, APT, ("linux-headers-6.1",), ())
+    (problem,) = answer.problems
+    assert answer.lacking(("linux-headers-6.1",)) == ()
     assert problem.what == "apt-cache does not tell what the repositories have" and verb in problem.evidence
 
 

@@ -25,7 +25,7 @@ from gpuprov.plan.steps import make_plan
 from gpuprov.protocol import tables
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.models import generation_of
-from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec, spec_to_json
+from gpuprov.protocol.spec import GENERATIONS, HostSpec, parse_spec
 from gpuprov.protocol.tables import PACKAGED
 from tests.files import put
 from tests.unit.fake_host import FakeHost
@@ -65,11 +65,6 @@ def test_generation_that_a_sites_table_lacks_is_named() -> None:
     own = tables.Tables({tables.MODELS: {**table, "generations": others}})
     with pytest.raises(GpuprovError, match="volta"):
         generations.ids_of(("maxwell", "volta"), own)
-
-
-def test_a_yes_or_no_without_default_goes_through_json_and_back() -> None:
-    assert parse_spec(spec_to_json(HostSpec())).image_nvswitch is None
-    assert parse_spec({"image_nvswitch": "false"}).image_nvswitch is False
 
 
 def test_an_image_that_could_not_work_is_refused(facts: HostFacts) -> None:

@@ -29,7 +29,8 @@ REPOSITORY = {
 def test_defaults_are_valid_and_survive_the_wire() -> None:
     assert parse_spec({}) == HostSpec()
     spec = parse_spec({"driver_version": "550.163.01", "repositories": [REPOSITORY], "packages": ["jq", "gcc-12=12.2"]})
-    assert parse_spec(spec_to_json(spec)) == spec
+    assert parse_spec(spec_to_json(spec)) == spec and spec.image_nvswitch is None
+    assert parse_spec({"image_nvswitch": "false"}).image_nvswitch is False
 
 
 @pytest.mark.parametrize("value", [True, "true", "yes", "True"])
