@@ -25,7 +25,7 @@ def test_host_that_is_not_green_goes_back_and_gets_work_again(site: Site) -> Non
     assert [(one.exit_code, one.rolled_back) for one in results] == [(0, ""), (1, "verified")]
     (problem,) = results[1].problems
     assert problem.what == "verify failed after the changes; the host was rolled back, and verify is green"
-    assert problem.evidence == "docker is broken"
+    assert problem.evidence == "docker is broken\nno GPU"
     assert states(results) == ["undrained", "undrained"]
 
 
