@@ -61,7 +61,9 @@ class DockerUnit:
     def arguments(self) -> tuple[str, ...]:
         """The effective arguments: the unit's if they can be read, else those of the running dockerd."""
         is_readable = any(word.rpartition("/")[2] == "dockerd" for word in self.command)
-        return _arguments(self.command if is_readable else self.running)
+        # A dollar sign that systemd leaves is for a shell in the unit.
+        is_shells = bool(self.running) and "$" in "".join(self.command)
+        return _arguments(self.command if is_readable and not is_shells else self.running)
 
     @property
     def config_path(self) -> str:
@@ -132,13 +134,13 @@ def parse_show(text: str) -> Mapping[str, Mapping[str, Sequence[str]]]:
 
 
 def expanded(words: Iterable[str], environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the words as systemd.service(5) expands them: $A as a word of its own is split, ${A} is not."""
+    """Return the words as systemd.service(5) expands them: $A as a word of its own is split, ${A} is not; $$ is $."""
     found: list[str] = []
     for word in words:
         if whole := re.fullmatch(r"\$(\w+)", word):
             found += _words(environment.get(whole[1], ""))
         else:
-            found.append(re.sub(r"\$\{(\w+)\}", lambda name: environment.get(name[1], ""), word))
+            found.append(re.sub(r"\$\$|\$\{(\w+)\}", lambda one: environment.get(one[1], "") if one[1] else "$", word))
     return tuple(found)
 
 

@@ -68,6 +68,7 @@ class UnitHost(Scripted):
         ("/usr/bin/dockerd --config-file /a.json --config-file=${LEVEL}.json", "", "/info.json"),
         ('/usr/bin/dockerd --config-file "/opt/d k/d.json"', "", "/opt/d k/d.json"),
         ("/usr/bin/numactl --membind=0 /usr/bin/dockerd --config-file=/n.json", "", "/n.json"),
+        ("/usr/bin/dockerd --config-file=/$$/d.json", "", "/$/d.json"),
     ],
 )
 def test_the_file_that_counts_by_the_command_line(tmp_path: Path, command: str, options: str, path: str) -> None:
@@ -83,6 +84,15 @@ def test_a_wrapper_is_looked_through_by_the_process(tmp_path: Path) -> None:
     host.put("/proc/77/cmdline", "dockerd\0--config-file=/opt/dk/d.json\0")
     assert gather_unit(host).config_path == "/opt/dk/d.json"
     assert not gather_unit(host).is_outdated
+
+
+def test_the_process_tells_what_a_shell_in_the_unit_expands(tmp_path: Path) -> None:
+    host = UnitHost(tmp_path, "/bin/sh -c exec dockerd --config-file=/srv/$${SITE}/d.json", pid="77")
+    host.put("/etc/default/docker", "SITE=berlin\n")
+    host.put("/proc/77/cmdline", "dockerd\0--config-file=/srv/berlin/d.json\0")
+    unit = gather_unit(host)
+    assert unit.config_path == "/srv/berlin/d.json"
+    assert not unit.is_outdated
 
 
 def test_a_docker_that_reads_another_file_than_its_unit_names_is_restarted(tmp_path: Path) -> None:
