@@ -368,7 +368,9 @@ def restore_path(system: System, image: Json) -> None:
     elif kind == "missing":
         system.remove(path)
         for parent in image["missing_parents"]:
-            if system.list_directory(parent):
+            now = system.status(parent)
+            # A link came later: somebody has moved the folder.
+            if system.list_directory(parent) or (now is not None and now.kind == "link"):
                 break
             system.remove(parent)
 

@@ -124,6 +124,15 @@ def test_of_missing_folders_those_that_others_use_stay(system: System) -> None:
     assert set(tree(system)) == {"/a", "/a/theirs"}
 
 
+def test_a_link_that_came_in_the_place_of_a_missing_folder_stays(system: System) -> None:
+    image = capture_path(system, PATH)
+    lay(system, "file")
+    system.rename("/a/b", "/elsewhere")
+    system.make_link("/a/b", "/elsewhere")
+    restore_path(system, image)
+    assert tree(system)["/a/b"][0].target == "/elsewhere"
+
+
 def test_what_a_later_link_leads_to_stays(system: System) -> None:
     lay(system, "file")
     image = capture_path(system, PATH)
