@@ -205,6 +205,8 @@ def _runtime(system: System, facts: DockerFacts, spec: HostSpec) -> Values:
     # The running daemon may still know what the file no longer says: it would be gone at docker's next start.
     if docker.plan(facts, replace(entry, cdi=False)):
         reason = f"{facts.config_path} or the running docker does not have runtime nvidia as {wanted}"
+        if loaded == wanted and facts.unit.is_disabled:
+            raise Failed("docker.service is disabled, so docker does not start at the next boot; run gpuprov install")
         raise Failed(f"{reason} (docker info: {loaded}); run gpuprov install")
     _require_program(system, wanted)
     return wanted, ""

@@ -243,6 +243,13 @@ def test_no_runtime_no_container(host: RecordedHost, daemon_json: str | None, lo
     assert done["docker, no GPU"].reason == "requires the runtime"
 
 
+def test_a_disabled_docker_is_named_as_such(host: RecordedHost) -> None:
+    shown = "Id=docker.service\nLoadState=loaded\nActiveState=active\nUnitFileState=disabled\n"
+    host.answers["show"] = (0, shown, "")
+    reason = checks(host)[1]["runtime nvidia"].reason
+    assert reason == "docker.service is disabled, so docker does not start at the next boot; run gpuprov install"
+
+
 @pytest.mark.parametrize(
     ("path", "content", "failed", "reason"),
     [
