@@ -75,7 +75,8 @@ def has_unit(x: HostSnapshot, name: str) -> bool:
 
 def refresh_specification(x: HostSnapshot) -> str:
     """Return the command that rewrites the CDI specification."""
-    if has_unit(x, REFRESH):
+    # One that has failed would fail again: an installation names what prevents the file.
+    if has_unit(x, REFRESH) and x.units[REFRESH].active != "failed":
         return f"systemctl start {REFRESH}"
     if is_gpuprovs(x):
         return gpuprov_install(x)

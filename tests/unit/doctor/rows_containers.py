@@ -133,6 +133,8 @@ CONTAINER_ROWS = (
     Row("cdi-missing", lambda x: replace(x, texts={}), "/etc/cdi: nothing", "gpuprov install"),
     Row("cdi-missing", both(unit("gpuprov-refresh.service"), lambda x: replace(x, texts={})), "/var/run/cdi",
         "systemctl start gpuprov-refresh.service"),
+    Row("cdi-missing", both(unit("gpuprov-refresh.service", active="failed"), lambda x: replace(x, texts={})),
+        "/var/run/cdi", "gpuprov install"),
     Row("cdi-broken", text(PATH, '{"cdiVersion": "0.5.0",\n nvidia}'), f"{PATH}:2: column 2", "gpuprov install"),
     Row("cdi-broken", text(PATH, "[" * 100_000), f"{PATH}:1: nested too deeply", "gpuprov install"),
     Row("cdi-stale",
