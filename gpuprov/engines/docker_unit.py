@@ -28,7 +28,7 @@ _SECONDS = 20
 # Lines of docker's log that only report a stop or that it read its file, not why it failed.
 _NOISE = re.compile(
     r"^(Starting|Stopping|Stopped|Started|Failed to start|Reloading|Reloaded|See 'dockerd --help'"
-    r"|docker\.service: (?!Failed (?:at|to)|Unable))|level=(info|warning)|Got signal to reload"
+    r"|docker\.service: (?!Failed (?:at|to)|Unable))|level=(debug|info|warning)|Got signal to reload"
 )
 _DECISIVE = re.compile(
     r"level=(?:error|fatal)|^failed to start|^unable to |^invalid |^Error starting|specified both as a flag"

@@ -206,6 +206,7 @@ Failed to start Docker Application Container Engine.
         ),
         ("Reloading Docker Application Container Engine...\n", ""),
         ("Reloading\nan unusual last word\n", "an unusual last word"),
+        ('time="2026-11-30T08:10:06.725918230Z" level=debug msg="Calling HEAD /_ping"\n', ""),
         ("Starting docker.service\nunknown flag: --bip6\nSee 'dockerd --help'.\n" + LIMIT, "unknown flag: --bip6"),
         (
             "docker.service: Failed at step EXEC spawning /usr/bin/dockerd: Exec format error\n" + LIMIT,
