@@ -274,7 +274,7 @@ def _library(system: System, name: str, seen: _Seen) -> Values:
     calls = parse_calls(seen.calls) if seen.calls is not None else None
     loaded = calls.loaded.get(name, "") if isinstance(calls, Calls) else ""
     if ours is None:
-        raise Failed(f"the loader finds no {name} on the host; sudo gpuprov install")
+        raise Failed(f"the loader finds no {name} on the host; sudo ldconfig; then sudo gpuprov install")
     if theirs is None and not loaded:
         raise Failed(f"the loader finds no {name} in the container; gpuprov install", _driver_of(ours))
     if theirs is None:
