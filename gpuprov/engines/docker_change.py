@@ -123,7 +123,7 @@ class ReconfigureDocker(Change):
             system.write(self.path, self._bytes(), mode=mode)
         except OSError as error:
             is_forbidden = error.errno in (errno.EPERM, errno.EACCES)
-            next_step = f"lsattr {self.path} shows an immutable file (chattr -i)" if is_forbidden else ""
+            next_step = f"lsattr {self.path}; chattr -ia {self.path}" if is_forbidden else ""
             raise from_os_error(f"{self.path} can't be written", error, next_step) from None
 
     def _reload_or_restart(self, system: System) -> str:
