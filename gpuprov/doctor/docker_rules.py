@@ -207,6 +207,11 @@ def _who_rewrites(x: HostSnapshot) -> str:
 def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
+    path = (x.host.docker.runtimes or {}).get(name, "")
+    if path in x.absent and name != _RUNTIME:
+        what = f"no container starts without --runtime: the program of docker's default runtime {name} is missing"
+        seen = f"{_line_of(x, name)}: default-runtime: {name}", f"ls {path}: No such file or directory"
+        return Seen(*seen, meaning=what)
     known = {"runc", *(config.get("runtimes") or {}), *x.host.docker.unit.flag_runtimes}
     if not name or name in known or name.startswith("io.containerd"):
         return None
