@@ -21,6 +21,8 @@ _UNIT = "docker.service"
 _CONTAINERD = "containerd.service"
 _FLAGS_TWICE = "specified both as a flag and in the configuration file"
 _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
+# Settings of systemd.exec(5) that give a unit mounts of its own.
+_OWN_MOUNTS = r"(?m)^# (/.*)|^((?:MountFlags|Private(?:Tmp|Devices|Mounts)|Protect\w+|\w+Paths)=)(.+)"
 _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
 conditions({
     "docker-masked": lambda x: x.host.docker.unit.load == "masked" and seen_of(engine.MASKED),
@@ -88,6 +90,22 @@ def docker_missing(x: HostSnapshot) -> Seen | None:
     left = [f"{x.host.docker.config_path}: runtime nvidia is {in_file(x)}"] if in_file(x) else []
     what = "docker is not installed" if left or "/usr/bin/containerd" in x.there else ""
     return Seen("command -v dockerd: nothing", *left, meaning=what)
+
+
+@rule
+def docker_mounts_apart(x: HostSnapshot) -> Seen | None:
+    """Say whether containerd does not see the root file systems that docker mounts for its containers."""
+    found = re.search(r"(?m)^ *\d+ (\S*/dockerd .*)", x.mount_namespaces)
+    containerd = x.units.get(_CONTAINERD)
+    if found is None or containerd is None or containerd.active != "active":
+        return None
+    seen, steps, path = [f"lsns -t mnt: {found[1]}"], [], ""
+    for place, name, value in re.findall(_OWN_MOUNTS, x.docker_unit):
+        path = place or path
+        if name and value not in ("no", "false", "off", "0"):
+            seen.append(f"{path}: {name}{value}")
+            steps.append(f"sed -i 's/^{name}/#&/' {shlex.quote(path)}; ")
+    return Seen(*seen, first="".join(steps)) if steps else None
 
 
 @rule

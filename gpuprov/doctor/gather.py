@@ -148,6 +148,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         docker_file_rewritten=_rewritten(system, runs, host.docker.config_path),
         closed=_closed(system, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
+        mount_namespaces=_said(system, ("lsns", "--list", "--type=mnt", "--noheadings", "--output=NS,COMMAND")),
         rootless=_rootless(system),
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),

@@ -156,6 +156,7 @@ class HostSnapshot:
     not_executable: Mapping[str, int] = field(default_factory=dict)
     open_run: str = ""  # the interrupted change of a gpuprov run
     docker_unit: str = ""
+    mount_namespaces: str = ""  # of each the first process
     rootless: tuple[str, ...] = ()  # sockets of users' own dockers whose files name no runtime nvidia and no CDI
     runs_now: str = ""  # a run that holds the host's lock
     smi_path: str = ""  # the nvidia-smi that was run

@@ -146,6 +146,14 @@ ENGINE_ROWS = (
         both(daemon_json({"log-driver": "fluentd"}), docker_says(_NO_LOG_SERVER)), "log-driver: fluentd",
         "${EDITOR:-vi} /etc/docker/daemon.json; systemctl restart docker  # or start the server of fluentd", LIKELY),
     Row("log-driver-unreachable", docker_says(_NO_LOG_SERVER), "dial tcp 127.0.0.1:24224", "logging driver", WARNING),
+    Row("docker-mounts-apart",
+        both(unit("containerd.service"),
+             lambda x: replace(x, mount_namespaces="4026532674 /sbin/init\n4026532177 /usr/sbin/dockerd -H fd://\n",
+                               docker_unit="# /lib/systemd/system/docker.service\nProtectHome=no\n"
+                               "# /etc/systemd/system/docker.service.d/a b.conf\n[Service]\nPrivateTmp=yes\n")),
+        "/etc/systemd/system/docker.service.d/a b.conf: PrivateTmp=yes",
+        "sed -i 's/^PrivateTmp=/#&/' '/etc/systemd/system/docker.service.d/a b.conf'; systemctl daemon-reload; "
+        "systemctl restart docker", LIKELY),
     Row("default-runtime-unknown", daemon_json({"default-runtime": "kata"}), "default-runtime: kata",
         "${EDITOR:-vi} /etc/docker/daemon.json; systemctl reset-failed docker", LIKELY),
     Row("default-runtime-unknown",
@@ -360,6 +368,11 @@ ENGINE_GROUPS = (
            "/etc/systemd/system/docker.service.d/10-path.conf; systemctl daemon-reload; systemctl restart docker"),
           frozenset({"hook-not-on-path"}),
           editor="printf '[Service]\nEnvironment=PATH=/usr/sbin:/usr/bin:/sbin:/bin\n' > $file"),
+    Group("docker mounts file systems that containerd does not see",
+          ("mkdir -p /etc/systemd/system/docker.service.d",
+           "printf '[Service]\nPrivateTmp=yes\nProtectSystem=full\n' > "
+           "/etc/systemd/system/docker.service.d/10-safe.conf; systemctl daemon-reload; systemctl restart docker"),
+          frozenset({"docker-mounts-apart"})),
     Group("docker's client has no socket", ("rm /run/docker.sock",), frozenset({"docker-unreachable"}),
           then={"docker-unreachable": "systemctl restart docker.socket docker.service"}),
     Group("containerd is asked for, not configured, and stopped", (), frozenset({"engine-unconfigured", "engine-down"}),
