@@ -40,7 +40,7 @@ conditions({
     "run-cut-off": lambda x: bool(x.open_run) and not x.runs_now and "/var/lib/gpuprov/runs",
     "toolkit-missing": lambda x: not (_TOOLKITS & x.there or in_daemon(x) or in_file(x) or x.host.docker.snap)
         and f"ls {LAUNCHER_PATH} {NVIDIA_RUNTIME}: No such file or directory",
-    "boot-incomplete": lambda x: tuple(f"ls {path}: No such file" for path in x.host.boot.lacking),
+    "boot-incomplete": lambda x: tuple(f"ls -l {path}: missing or masked" for path in x.host.boot.lacking),
     "python-missing": lambda x: x.host.interpreter.fault == MISSING
         and Seen(f"ls {x.host.interpreter.deployed}: No such file or directory", remedies=_with_python(x)),
     "python-unfit": lambda x: x.host.interpreter.fault not in ("", MISSING)

@@ -58,8 +58,9 @@ _NEEDED = (PROGRAM, *(f"{folder}/{name}" for name in (NODES, REFRESH, WATCH) for
 
 
 def lacking(system: System) -> tuple[str, ...]:
-    """Return the missing files, and links of units, that each boot of a host set up by gpuprov needs."""
-    missing = tuple(path for path in _NEEDED if system.status(path) is None)
+    """Return the missing files, masked units, and links of units, that each boot of a host set up by gpuprov needs."""
+    there = {path: system.status(path) for path in _NEEDED}
+    missing = tuple(path for path, one in there.items() if one is None or one.target == "/dev/null")
     return missing if len(missing) < len(_NEEDED) else ()
 
 

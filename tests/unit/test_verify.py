@@ -276,6 +276,15 @@ def test_a_file_that_is_missing_or_old_fails(
     assert found["skipped"] == (CONTAINERS if path == RUNTIME else [])
 
 
+def test_a_masked_unit_of_the_boot_fails(host: RecordedHost) -> None:
+    for path in (PROGRAM, *(f"{folder}/{NODES}" for folder in (UNITS, f"{UNITS}/multi-user.target.wants"))):
+        host.make_directory(str(Path(path).parent))
+        host.write(path, b"")
+    host.make_link(f"{UNITS}/{NODES}", "/dev/null")
+    reason = checks(host)[1]["device nodes"].reason
+    assert reason.startswith(f"{UNITS}/{NODES} is missing or masked: the next boot may make no device nodes")
+
+
 def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
     host.answers["images"] = (0, "", "")
     host.run = _without_ldd(host)  # type: ignore[method-assign]

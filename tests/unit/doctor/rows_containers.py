@@ -82,7 +82,7 @@ CONTAINER_ROWS = (
         "decision.py", "gpuprov install"),
     Row("boot-incomplete",
         lambda x: host(boot=replace(x.host.boot, lacking=("/usr/lib/gpuprov/boot.pyz", "/etc/x.service")))(x),
-        "ls /usr/lib/gpuprov/boot.pyz: No such file", "gpuprov install"),
+        "ls -l /usr/lib/gpuprov/boot.pyz: missing or masked", "gpuprov install"),
     Row("runtime-files-missing", host(bytecode_current=False), "/usr/lib/gpuprov", "gpuprov install", WARNING),
     Row("python-missing",
         host(interpreter=Interpreter("/usr/bin/python3.13", deployed="/usr/bin/python3.11", fault=MISSING)),
