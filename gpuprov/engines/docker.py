@@ -42,6 +42,7 @@ SOCKET_MASKED = Problem(
     f"systemctl show {SOCKET}: LoadState=masked",
     f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
 )
+_NO_CLIENT = "docker's client is not installed"
 _END_FOREIGN = (
     "pid=$(cat /run/docker.pid); kill $pid; tail --pid=$pid -f /dev/null; systemctl reset-failed docker; "
     "systemctl start docker"
@@ -147,7 +148,7 @@ def gather(system: System) -> DockerFacts:
 def _asked(system: System) -> DockerFacts:
     """Return what the running daemon reports."""
     if system.which("docker") is None:
-        return DockerFacts(error="docker's client is not installed")
+        return DockerFacts(error=_NO_CLIENT)
     info = system.run(("docker", "info", "--format", "{{json .}}"), timeout=20)
     facts = parse_info(info.stdout)
     if not facts.active:
@@ -217,6 +218,8 @@ def not_a_file(facts: DockerFacts) -> Problem:
 
 def unreachable(facts: DockerFacts) -> Problem:
     """Return the problem of a docker that runs, by systemd, and does not answer its client."""
+    if facts.error == _NO_CLIENT:
+        return Problem(_NO_CLIENT, "command -v docker: nothing", "apt-get install -y docker-cli  # or docker-ce-cli")
     info = f"docker {f'--host {shlex.quote(facts.address)} ' if facts.address else ''}info"
     seen = f"systemctl show {UNIT}: active\n{info}: {facts.error or 'no answer'}"
     step = f"{info}; journalctl -u docker -n 50"

@@ -87,6 +87,8 @@ ENGINE_ROWS = (
         docker(active=False, runtimes=None, address="tcp://127.0.0.1:2376", error="client sent an HTTP request"),
         "docker --host tcp://127.0.0.1:2376 info: client sent an HTTP request",
         "docker --host tcp://127.0.0.1:2376 info", LIKELY),
+    Row("docker-unreachable", docker(active=False, runtimes=None, error="docker's client is not installed"),
+        "command -v docker: nothing", "apt-get install -y docker-cli", LIKELY),
     Row("docker-unit-changed",
         docker(unit=DockerUnit(load="loaded", command=("dockerd", "--config-file=/n"), running=("dockerd", "-H", "x"))),
         "/proc/PID/cmdline of dockerd: dockerd -H x", "systemctl restart docker"),
