@@ -11,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests import loopback
+from tests.loopback import Quiet
 from tests.simgpu import cache
 from tests.simgpu.debian import fetch
 
@@ -170,11 +172,8 @@ def node(name: str, gpus: int | None, *, ready: bool = True, **rest: Any) -> Thi
 def serving(cluster: Cluster, folder: Path, certificate: Path | None = None) -> Iterator[Path]:
     """Serve the cluster meanwhile; yield a kubeconfig for it. `certificate`: PEM with its key, for HTTPS."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(Quiet, BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
-
-        def log_message(self, *args: Any) -> None:
-            pass
 
         def _sent(self) -> bytes:
             """Return the body; kubectl sends what it reads from a pipe in chunks."""
@@ -212,21 +211,11 @@ def serving(cluster: Cluster, folder: Path, certificate: Path | None = None) -> 
         do_GET = do_POST = do_DELETE = do_PATCH = _serve  # noqa: N815 (http.server's names)
 
     lock = threading.Lock()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    if certificate:
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER) if certificate else None
+    if context and certificate:
         context.load_cert_chain(certificate)
-        server.socket = context.wrap_socket(server.socket, server_side=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
-    thread.start()
-    try:
-        scheme = "https" if certificate else "http"
-        yield kubeconfig(folder, f"{scheme}://127.0.0.1:{server.server_port}")
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with loopback.serving(Handler, context) as url:
+        yield kubeconfig(folder, url)
 
 
 def kubeconfig(folder: Path, server: str) -> Path:

@@ -80,10 +80,6 @@ class Cri:
     def __exit__(self, *_: object) -> None:
         self._channel.close()
 
-    def status(self) -> Any:
-        """Return what the engine says of itself, its configuration too."""
-        return self._runtime.Status(self._types.StatusRequest(verbose=True), timeout=_SECONDS)
-
     def run(self, container: Container, handler: str = "") -> Ended:
         """Run a container in a pod of its own with this runtime handler, on the host's network; remove both."""
         types, runtime = self._types, self._runtime

@@ -97,9 +97,14 @@ def _end(host: Host, process: Process, finished: Finished) -> None:
     process.exit(finished.exit_code)
 
 
-async def _works(host: Host, process: Process) -> None:
-    await _begin(host, process)
-    _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes made", VERSIONS))
+def _ends_with(code: int = 0, summary: str = f"{_CHANGES} changes made", versions: dict[str, str] = VERSIONS) -> Run:
+    """Return a run that makes all changes."""
+
+    async def run(host: Host, process: Process) -> None:
+        await _begin(host, process)
+        _end(host, process, Finished(code, _CHANGES, host.seconds, (), summary, versions))
+
+    return run
 
 
 async def _has_nothing_to_do(host: Host, process: Process) -> None:
@@ -107,16 +112,6 @@ async def _has_nothing_to_do(host: Host, process: Process) -> None:
     await asyncio.sleep(host.seconds)
     host.tell(process, Planned(()))
     _end(host, process, Finished(0, 0, host.seconds, (), "0 changes", VERSIONS))
-
-
-async def _has_an_old_driver(host: Host, process: Process) -> None:
-    await _begin(host, process)
-    _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes made", OLD_DRIVER))
-
-
-async def _needs_a_reboot(host: Host, process: Process) -> None:
-    await _begin(host, process)
-    _end(host, process, Finished(3, _CHANGES, host.seconds, (), "reboot to finish", VERSIONS))
 
 
 async def _fails(host: Host, process: Process) -> None:
@@ -171,11 +166,12 @@ async def _rolls(host: Host, process: Process) -> None:
         host.tell(process, Planned(plan))
         _end(host, process, Finished(0, _CHANGES, host.seconds, (), f"{_CHANGES} changes would be made", VERSIONS))
     else:
-        await _works(host, process)
+        await RUNS["works"](host, process)
 
 
 RUNS: Mapping[str, Run] = {
-    "works": _works, "settled": _has_nothing_to_do, "old-driver": _has_an_old_driver, "reboot": _needs_a_reboot,
+    "works": _ends_with(), "settled": _has_nothing_to_do, "old-driver": _ends_with(versions=OLD_DRIVER),
+    "reboot": _ends_with(3, "reboot to finish"),
     "fails": _fails, "hangs": _hangs, "drops": _drops, "babbles": _babbles, "endless": _never_ends_its_line,
     "killed": _is_killed, "rolls": _rolls, "ill": _rolls, "calm": _rolls,
 }  # fmt: skip

@@ -151,6 +151,11 @@ def bench(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made.delete()
 
 
+def restore(bench: Bench) -> None:
+    shutil.rmtree(bench.root)
+    shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
+
+
 # Where the outside is mounted as a volume; links of the tree may stand there too.
 _DESTINATIONS = (
     "/volume",
@@ -173,8 +178,7 @@ _DESTINATIONS = (
     access=st.sampled_from(["ro", "rw"]),
 )
 def test_random_trees_stay_inside(bench: Bench, tree: dict[str, str], way: str, destination: str, access: str) -> None:
-    shutil.rmtree(bench.root)
-    shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
+    restore(bench)
     outside = bench.folder / "outside"
     if not outside.exists():
         outside_of(bench.folder)
@@ -221,18 +225,28 @@ for place in itertools.cycle(places):
         os.rename(f"{root}/real", path)
         os.unlink(aside)
     except OSError:
-        for one, other in (("real", place),):
-            try:
-                if os.path.islink(path):
-                    os.unlink(path)
-                os.rename(f"{root}/{one}", f"{root}/{other}")
-            except OSError:
-                pass
+        try:
+            if os.path.islink(path):
+                os.unlink(path)
+            os.rename(f"{root}/real", path)
+        except OSError:
+            pass
         try:
             os.unlink(aside)
         except OSError:
             pass
 """
+
+
+@contextlib.contextmanager
+def swapping(root: Path, target: str) -> Iterator[None]:
+    """Swap folders of the root with links to the target, as long as the block lasts."""
+    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(root), target))
+    try:
+        yield
+    finally:
+        swapper.kill()
+        swapper.wait()
 
 
 @pytest.mark.property
@@ -243,10 +257,9 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
     for place in (LIBRARIES[1:], "etc", "usr/bin"):
         (root / place).mkdir(parents=True)
     before = state(outside)
-    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(root), str(outside)))
     made = refused = 0
     end = time.monotonic() + _RACE_SECONDS
-    try:
+    with swapping(root, str(outside)):
         # Both happened, or this was no race: on a busy machine that takes longer.
         while time.monotonic() < end or made <= 100 or made + refused <= 200:
             for path in (root / LIBRARIES[1:], root / "etc"):
@@ -258,9 +271,6 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
                 made += 1
             else:
                 refused += 1
-    finally:
-        swapper.kill()
-        swapper.wait()
     assert state(outside) == before
 
 
@@ -268,8 +278,7 @@ def test_folders_swapped_for_links_meanwhile_lead_nowhere_else(tmp_path: Path) -
 @pytest.mark.parametrize("target", ["{outside}", "/volume"])
 def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Bench, target: str) -> None:
     """Also into a volume that the container has."""
-    shutil.rmtree(bench.root)
-    shutil.copytree(bench.folder / "pristine", bench.root, symlinks=True)
+    restore(bench)
     outside = bench.folder / "outside-of-race"
     for place in (".", LIBRARIES[1:], "lib", "x86_64-linux-gnu", "ld.so.conf.d"):
         (outside / place).mkdir(parents=True, exist_ok=True)
@@ -280,20 +289,14 @@ def test_a_race_against_the_hook_in_real_containers_leads_nowhere_else(bench: Be
         "NVIDIA_VISIBLE_DEVICES=all", hooks={"prestart": [bench.hook_entry("prestart")]},
         mounts=[*bench.pristine["mounts"], volume],
     )  # fmt: skip
-    leads_to = target.format(outside=outside)
-    swapper = subprocess.Popen((sys.executable, "-c", _SWAP, str(bench.root), leads_to))
     codes = set()
     end = time.monotonic() + _RACE_SECONDS
-    try:
+    with swapping(bench.root, target.format(outside=outside)):
         # A slow machine tries until one start has won, too.
         while time.monotonic() < end or 0 not in codes:
             done = bench.create(runtime=bench.low_level)
             codes.add(done.returncode)
-            assert "Traceback" not in done.stderr
             bench.delete()
-    finally:
-        swapper.kill()
-        swapper.wait()
-        bench.delete()
+            assert "Traceback" not in done.stderr
     assert world(outside) == before
     assert 0 in codes
