@@ -10,15 +10,19 @@ from typing import Any
 
 import pytest
 
+from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
-from gpuprov.protocol.spec import HostSpec, SiteRepository
+from gpuprov.facts.host import gather_files
+from gpuprov.packages.apt_changes import RefreshPackageIndex
+from tests.apt_host import plan_repositories
 from tests.gpg import gpg_home
+from tests.integration.served_repository import ServedRepository, served_directly
 from tests.lab.base import build_base, mount_over
 from tests.lab.lab import CACHE
 from tests.lab.repository import build_package, build_repository, sign
 from tests.lab.shell import run
-from tests.loopback import served
+from tests.runs import tell
 
 NEEDS = [pytest.mark.root, pytest.mark.needs("mmdebstrap")]
 # apt 2.2, 2.6 and 3.0.
@@ -30,9 +34,6 @@ _PLACES = ("proc", "dev/pts")
 
 class ChrootHost(System):
     """A machine whose programs run in its own root; a package's scripts find no running systemd there."""
-
-    def which(self, program: str) -> str | None:
-        return super().which(program)
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         words = tuple("Acquire::Retries=0" if word == "Acquire::Retries=3" else word for word in argv)
@@ -66,16 +67,18 @@ def chroot_host(release: str, folder: Path, storage: Path | None = None) -> Iter
         shutil.rmtree(layers)
 
 
-class SiteServer:
-    """A signed repository on loopback, to which packages are added."""
+def plan_site(host: ChrootHost, site: ServedRepository) -> tuple[Change, ...]:
+    return plan_repositories(gather_files(host), site.spec, host.architecture())
 
-    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
-        self.folder, self.gnupg, self.url = folder, gnupg, url
-        self.fingerprint = build_repository(folder, gnupg)
 
-    @property
-    def spec(self) -> HostSpec:
-        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+def configure_site(host: ChrootHost, site: ServedRepository, *, refreshed: bool = True) -> None:
+    """Let the host have the repository, and read its index."""
+    for change in (*plan_site(host, site), *([RefreshPackageIndex()] if refreshed else [])):
+        change.apply(host, tell)
+
+
+class SiteServer(ServedRepository):
+    """A repository to which packages are added."""
 
     def add(self, name: str, version: str = "1.0", files: Mapping[str, str] | None = None, **fields: str) -> None:
         """Build a package and sign the index again. Fields of its control file have `_` for `-`."""
@@ -93,8 +96,7 @@ def site_server(folder: Path) -> Iterator[SiteServer]:
     # Not pytest's folder: the socket of gpg's agent would have too long a path (unix(7): 108 bytes).
     with (
         tempfile.TemporaryDirectory(prefix="gpuprov-gpg-") as short, gpg_home(Path(short)) as gnupg,
-        served(folder / "www") as url, pytest.MonkeyPatch.context() as patch,
+        served_directly(folder / "www") as url,
     ):  # fmt: skip
-        for name in ("http_proxy", "HTTP_PROXY"):
-            patch.delenv(name, raising=False)
+        build_repository(folder / "www", gnupg)
         yield SiteServer(folder / "www", gnupg, url)

@@ -1,6 +1,5 @@
 """A signed rpm repository on loopback, and machines whose real dnf or zypper is to take packages from it."""
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +11,10 @@ from gpuprov.facts.host import HostFacts, gather
 from gpuprov.packages.dnf import DNF
 from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager
 from gpuprov.packages.zypper import ZYPPER
-from gpuprov.protocol.spec import HostSpec, SiteRepository
+from gpuprov.protocol.spec import HostSpec
 from tests.integration.rpm_host import RpmHost
+from tests.integration.served_repository import ServedRepository, served_copy
 from tests.lab.rpm_repository import RpmPackage, build_package, build_rpm_repository, index, sign_package
-from tests.loopback import served
 from tests.runs import tell
 
 NEEDS = [pytest.mark.root, pytest.mark.needs("dnf", "zypper", "rpmbuild", "createrepo_c")]
@@ -25,16 +24,8 @@ HOSTS = {"rocky-9.5": "dnf", "fedora-38": "dnf", "opensuse-tumbleweed": "zypper"
 EACH_HOST = ("rocky-9.5", pytest.param("fedora-38", marks=pytest.mark.slow), "opensuse-tumbleweed")
 
 
-class Repository:
-    """A signed repository that a server on loopback offers, and what a user writes of it into an inventory."""
-
-    def __init__(self, folder: Path, gnupg: Path, url: str) -> None:
-        self.folder, self.gnupg, self.url = folder, gnupg, url
-        self.fingerprint = (folder / "fingerprint").read_text()
-
-    @property
-    def spec(self) -> HostSpec:
-        return HostSpec(repositories=(SiteRepository("site", self.url, f"{self.url}/key.asc", self.fingerprint),))
+class Repository(ServedRepository):
+    """One to which packages are added."""
 
     def add(self, package: RpmPackage, *, signed: bool = True) -> None:
         file = build_package(package, self.folder)
@@ -62,13 +53,9 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def repository(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Repository]:
-    for name in ("http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    folder = tmp_path / "www"
-    shutil.copytree(template / "www", folder)
-    with served(folder) as url:
-        yield Repository(folder, template / "gnupg", url)
+def repository(template: Path, tmp_path: Path) -> Iterator[Repository]:
+    with served_copy(template, tmp_path) as places:
+        yield Repository(*places)
 
 
 @pytest.fixture(params=EACH_HOST)

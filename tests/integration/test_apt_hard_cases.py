@@ -15,7 +15,7 @@ from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.journal import last_undoable_run, new_journal
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts
-from gpuprov.facts.host import gather, gather_files
+from gpuprov.facts.host import gather
 from gpuprov.packages.apt import APT
 from gpuprov.packages.apt_changes import InstallPackages, RefreshPackageIndex, plan_holds
 from gpuprov.packages.dpkg import gather_packages, missing, repair
@@ -25,9 +25,16 @@ from gpuprov.plan.software import plan_driver_hold
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.spec import HostSpec, parse_spec
-from tests.apt_host import plan_repositories
 from tests.clock import has_ended
-from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.apt_chroot import (
+    NEEDS,
+    RELEASES,
+    ChrootHost,
+    SiteServer,
+    chroot_host,
+    configure_site,
+    site_server,
+)
 from tests.lab.repository import sign
 from tests.lab.shell import wait_for
 from tests.runs import as_a_run, ignore, tell, undo_last
@@ -72,14 +79,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SiteServer]:
 @pytest.fixture(params=RELEASES)
 def host(request: pytest.FixtureRequest, server: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
     with chroot_host(request.param, tmp_path) as made:
-        configure(made, server)
-        RefreshPackageIndex().apply(made, tell)
+        configure_site(made, server)
         yield made
-
-
-def configure(host: ChrootHost, server: SiteServer) -> None:
-    for change in plan_repositories(gather_files(host), server.spec, "x86_64"):
-        change.apply(host, tell)
 
 
 def install(host: ChrootHost, *names: str) -> None:
@@ -385,7 +386,7 @@ def repository(server: SiteServer, tmp_path: Path) -> Iterator[SiteServer]:
 def fresh(request: pytest.FixtureRequest, repository: SiteServer, tmp_path: Path) -> Iterator[ChrootHost]:
     """A host that has never read the repository."""
     with chroot_host(request.param, tmp_path) as made:
-        configure(made, repository)
+        configure_site(made, repository, refreshed=False)
         yield made
 
 

@@ -8,15 +8,22 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.core.changes import Change
 from gpuprov.facts.host import gather_files
 from gpuprov.packages import managers
 from gpuprov.packages.apt import APT
-from gpuprov.packages.apt_changes import RefreshPackageIndex
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import HostSpec, parse_spec, spec_to_json
 from tests.apt_host import plan_repositories
-from tests.integration.apt_chroot import NEEDS, RELEASES, ChrootHost, SiteServer, chroot_host, site_server
+from tests.integration.apt_chroot import (
+    NEEDS,
+    RELEASES,
+    ChrootHost,
+    SiteServer,
+    chroot_host,
+    configure_site,
+    plan_site,
+    site_server,
+)
 from tests.loopback import LOGIN_IN_URL, LoginHandler, served
 from tests.unit.ask import ask
 
@@ -50,18 +57,9 @@ def state(host: ChrootHost) -> list[object]:
     return [(str(path), path.lstat().st_mtime_ns, path.lstat().st_size) for path in found]
 
 
-def planned(host: ChrootHost, server: SiteServer) -> tuple[Change, ...]:
-    return plan_repositories(gather_files(host), server.spec, "x86_64")
-
-
-def configure(host: ChrootHost, server: SiteServer) -> None:
-    for change in planned(host, server):
-        change.apply(host, lambda *_: None)
-
-
 def test_a_repository_that_is_yet_to_be_set_up_is_asked_in_a_copy(host: ChrootHost, server: SiteServer) -> None:
     before = state(host)
-    answer = managers.ask(host, APT, ("tool", "nobody-has-this"), planned(host, server))
+    answer = managers.ask(host, APT, ("tool", "nobody-has-this"), plan_site(host, server))
     assert answer.problems == ()
     assert answer.found == {"tool": ("2.0", "1.0")}
     assert answer.lacking(("tool", "nobody-has-this")) == ("nobody-has-this",)
@@ -77,8 +75,7 @@ def test_a_planned_repository_with_a_login_is_asked(host: ChrootHost, server: Si
 
 
 def test_the_answer_is_fresh_though_the_hosts_index_is_not(host: ChrootHost, server: SiteServer) -> None:
-    configure(host, server)
-    RefreshPackageIndex().apply(host, lambda *_: None)
+    configure_site(host, server)
     assert host.exists("/tmp/hook-ran"), "an ordinary refresh runs it"
     host.remove("/tmp/hook-ran")
     server.add("newcomer")
@@ -99,13 +96,13 @@ def test_a_planned_repository_that_was_tampered_with_is_not_asked(host: ChrootHo
     release = server.folder / "InRelease"
     release.write_text(release.read_text().replace("MD5Sum:", "MD5Summe:", 1))
     before = state(host)
-    (problem,) = managers.ask(host, APT, ("tool",), planned(host, server)).problems
+    (problem,) = managers.ask(host, APT, ("tool",), plan_site(host, server)).problems
     assert problem.what.startswith("the package index could not be refreshed: "), problem
     assert state(host) == before
 
 
 def test_a_source_of_the_host_that_is_out_of_reach_is_told(host: ChrootHost, server: SiteServer) -> None:
-    configure(host, server)
+    configure_site(host, server, refreshed=False)
     host.write("/etc/apt/sources.list", b"deb http://127.0.0.9:9/debian stable main\n")
     (problem,) = managers.ask(host, APT, ("tool",), ()).problems
     assert problem.what == "the package index could not be refreshed: a repository can't be reached"

@@ -4,6 +4,7 @@ The repository is laid out as NVIDIA's for RHEL 9: one repository, a stream of t
 """
 
 import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,19 +37,26 @@ _VERSIONS = {"570-open": "570.172.08", "580-open": "580.65.06"}
 @pytest.fixture
 def host(tmp_path: Path) -> RpmHost:
     """A Rocky Linux 9 that has the repository in /opt."""
-    folder, gnupg = tmp_path / "cuda/rhel9/x86_64", tmp_path / "gnupg"
-    packages = {stream: RpmPackage("nvidia-open", version) for stream, version in _VERSIONS.items()}
-    build_rpm_repository(folder, gnupg, tuple(packages.values()))
-    add_streams(folder, gnupg, {stream: (package,) for stream, package in packages.items()})
-    shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
-    made = RpmHost(tmp_path / "host", "rocky-9.5", "dnf")
-    shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
+    streams = {stream: (RpmPackage("nvidia-open", version),) for stream, version in _VERSIONS.items()}
+    return host_with_streams(tmp_path, "rocky-9.5", streams)
+
+
+def host_with_streams(folder: Path, os_release: str, streams: Mapping[str, Sequence[RpmPackage]]) -> RpmHost:
+    """Return a host with dnf that has in /opt a repository as NVIDIA's for RHEL 9, with these streams."""
+    place, gnupg = folder / "cuda/rhel9/x86_64", folder / "gnupg"
+    packages = {one.file_name: one for stream in streams.values() for one in stream}
+    build_rpm_repository(place, gnupg, tuple(packages.values()))
+    add_streams(place, gnupg, streams)
+    shutil.copy(place / "key.asc", place / "D42D0685.pub")
+    made = RpmHost(folder / "host", os_release, "dnf")
+    shutil.move(folder / "cuda", made.path("/opt/cuda"))
     return made
 
 
-def wanted(host: RpmHost, branch: str) -> HostSpec:
-    fingerprint = (host.read_text("/opt/cuda/rhel9/x86_64/fingerprint") or "").strip()
+def wanted(host: RpmHost, branch: str = "", place: str = "rhel9") -> HostSpec:
+    fingerprint = (host.read_text(f"/opt/cuda/{place}/x86_64/fingerprint") or "").strip()
     spec = HostSpec(driver="packages", driver_version=branch, docker="preinstalled")
+    # No inventory may name a file; here it spares a server.
     return replace(spec, cuda_repository="file:///opt/cuda", cuda_key_fingerprint=fingerprint)
 
 

@@ -27,11 +27,12 @@ from gpuprov.packages.rpm import InstallRpmPackages
 from gpuprov.plan.context import PlanContext, source_of
 from gpuprov.plan.preflight import preflight
 from gpuprov.plan.steps import make_plan
-from gpuprov.protocol.spec import HostSpec, parse_spec
+from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import PACKAGED
 from tests.integration.rpm_host import RpmHost
 from tests.integration.rpm_repositories import NEEDS
-from tests.lab.rpm_repository import RpmPackage, add_streams, build_rpm_repository
+from tests.integration.test_driver_streams import host_with_streams, wanted
+from tests.lab.rpm_repository import RpmPackage, build_rpm_repository
 from tests.runs import as_a_run, tell, undo_last
 from tests.unit.ask import check_of
 
@@ -68,30 +69,12 @@ _STREAMS = {
 
 
 @pytest.fixture
-def gnupg(tmp_path: Path) -> Path:
-    return tmp_path / "gnupg"
-
-
-@pytest.fixture
-def host(tmp_path: Path, gnupg: Path) -> RpmHost:
+def host(tmp_path: Path) -> RpmHost:
     """A RHEL 9 that has the repository in /opt."""
-    folder = tmp_path / "cuda/rhel9/x86_64"
-    packages = {one.file_name: one for stream in _STREAMS.values() for one in stream}
-    build_rpm_repository(folder, gnupg, tuple(packages.values()))
-    add_streams(folder, gnupg, _STREAMS)
-    shutil.copy(folder / "key.asc", folder / "D42D0685.pub")
-    made = RpmHost(tmp_path / "host", "rhel-9.3", "dnf")
+    made = host_with_streams(tmp_path, "rhel-9.3", _STREAMS)
     # As if the plugin by which dnf holds packages were there.
     made.write("/etc/dnf/plugins/versionlock.conf", b"[main]\nenabled = 1\n")
-    shutil.move(tmp_path / "cuda", made.path("/opt/cuda"))
     return made
-
-
-def wanted(host: RpmHost, place: str, **values: str) -> HostSpec:
-    fingerprint = (host.read_text(f"/opt/cuda/{place}/x86_64/fingerprint") or "").strip()
-    spec = parse_spec({"driver": "packages", "docker": "preinstalled", **values})
-    # No inventory may name a file; here it spares a server.
-    return replace(spec, cuda_repository="file:///opt/cuda", cuda_key_fingerprint=fingerprint)
 
 
 def facts_of(host: RpmHost, spec: HostSpec, device: str, release: str) -> HostFacts:
@@ -149,7 +132,7 @@ def drivers(host: RpmHost) -> list[str]:
 
 
 def test_the_driver_that_has_modules_for_this_kernel_is_installed_though_there_is_a_newer_one(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
+    spec = wanted(host)
     facts = rhel(host, spec)
     assert facts.offers is not None
     assert facts.offers.problems == ()
@@ -163,31 +146,22 @@ def test_the_driver_that_has_modules_for_this_kernel_is_installed_though_there_i
     assert only_drivers(planned(again, spec)) == []
 
 
-def test_another_branch_comes_with_its_modules_and_the_old_ones_go(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
-    converge(host, rhel(host, spec), spec)
-    other = wanted(host, "rhel9", driver_version="570")
-    changes = converge(host, rhel(host, other), other)
-    assert EnableStream("570", "580") in changes
-    assert any(isinstance(one, ChangeDriverRpms) for one in changes)
-    expected = ["cuda-drivers-570.211.01", f"kmod-nvidia-570.211.01-{_KERNEL}-570.211.01", "nvidia-driver-570.211.01"]
-    assert drivers(host) == expected
-    assert only_drivers(planned(rhel(host, other), other)) == []
-
-
-def test_the_former_branch_comes_back_with_its_modules(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
+def test_another_branch_and_the_former_one_come_with_their_modules(host: RpmHost) -> None:
+    spec = wanted(host)
     converge(host, rhel(host, spec), spec)
     before = drivers(host)
-    other = wanted(host, "rhel9", driver_version="570")
+    other = wanted(host, "570")
     changes = only_drivers(planned(rhel(host, other), other))
+    assert EnableStream("570", "580") in changes and any(isinstance(one, ChangeDriverRpms) for one in changes)
     captured = []
     for change in changes:
         if isinstance(change, ChangeDriverRpms):
             assert change.way_back(host)[0].startswith("way back: the driver's packages, by version (cuda-drivers-580.")
         state = change.capture(host)
         captured.append((change, state, change.apply(host, tell)))
-    assert drivers(host) != before
+    expected = ["cuda-drivers-570.211.01", f"kmod-nvidia-570.211.01-{_KERNEL}-570.211.01", "nvidia-driver-570.211.01"]
+    assert drivers(host) == expected
+    assert only_drivers(planned(rhel(host, other), other)) == []
     for change, state, outcome in reversed(captured):
         if isinstance(change, ChangeDriverRpms):
             assert change.restores(host, state, outcome) != () == change.irreversible(host, state, outcome, ())
@@ -197,14 +171,14 @@ def test_the_former_branch_comes_back_with_its_modules(host: RpmHost) -> None:
 
 
 def test_the_next_kernel_finds_its_modules_with_a_newer_driver(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
+    spec = wanted(host)
     converge(host, rhel(host, spec), spec)
     facts = rhel(host, spec, _NEXT)
     assert source_of(facts, spec).packages() == ("cuda-drivers", f"kmod-nvidia-580.105.08-{_NEXT}")
 
 
 def test_a_kernel_without_compiled_modules_is_named_before_it_boots(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
+    spec = wanted(host)
     converge(host, rhel(host, spec), spec)
     for kernel, modules in ((_KERNEL, "extra/nvidia.ko:\n"), (_NEXT, "kernel/fs/xfs/xfs.ko.xz:\n")):
         folder = host.path(f"/usr/lib/modules/{kernel}.el9_4.x86_64")
@@ -218,7 +192,7 @@ def test_a_kernel_without_compiled_modules_is_named_before_it_boots(host: RpmHos
 
 
 def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
-    spec = wanted(host, "rhel9")
+    spec = wanted(host)
     facts = rhel(host, spec, "5.14.0-427.99.1")
     assert source_of(facts, spec).plan_preparation() == (EnableStream("latest-dkms"),)
     # Nobody has its headers either: that is told before any of it.
@@ -232,9 +206,9 @@ def test_where_there_are_none_they_are_built(host: RpmHost) -> None:
 
 
 @pytest.fixture
-def suse(tmp_path: Path, gnupg: Path) -> RpmHost:
+def suse(tmp_path: Path) -> RpmHost:
     """A SLES 15 that has NVIDIA's repository and, as SUSE has them in its own, the signed modules of two drivers."""
-    cuda_folder, site = tmp_path / "cuda/sles15/x86_64", tmp_path / "site"
+    cuda_folder, site, gnupg = (tmp_path / name for name in ("cuda/sles15/x86_64", "site", "gnupg"))
     libraries = tuple(
         RpmPackage(name, version)
         for version in ("580.95.05", "580.105.08")
@@ -265,7 +239,7 @@ def sles(host: RpmHost, spec: HostSpec, kernel: str = _SLES_KERNEL) -> HostFacts
 
 
 def test_suses_signed_modules_bring_libraries_of_their_version(suse: RpmHost) -> None:
-    spec = wanted(suse, "sles15")
+    spec = wanted(suse, place="sles15")
     facts = sles(suse, spec)
     assert facts.offers is not None
     assert facts.offers.problems == ()
@@ -323,7 +297,7 @@ def installed(host: RpmHost) -> set[str]:
 
 @pytest.fixture
 def upgrade(suse: RpmHost) -> Upgrade:
-    spec = wanted(suse, "sles15")
+    spec = wanted(suse, place="sles15")
     converge(suse, sles(suse, spec), spec)
     return Upgrade(suse, only_drivers(planned(sles(suse, spec, _SLES_NEXT), spec)), installed(suse))
 

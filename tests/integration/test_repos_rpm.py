@@ -6,7 +6,7 @@ import socket
 import subprocess
 from dataclasses import replace
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 import pytest
 
@@ -179,6 +179,13 @@ def test_a_second_definition_of_the_same_repository_is_removed(host: RpmHost, re
     refresh(host)
 
 
+def rewrite(host: RpmHost, repository: Repository, **changed: Any) -> None:
+    """Write the repository's definition with these fields in place of its own."""
+    url, fingerprint = repository.url, repository.fingerprint
+    one = replace(RpmRepository("site", url, f"{url}/key.asc", fingerprint, manager(host)), **changed)
+    host.write(one.file_path, str(one).encode())
+
+
 def remove_signature(repository: Repository) -> None:
     (repository.folder / "repodata/repomd.xml.asc").unlink()
 
@@ -265,8 +272,7 @@ def test_a_lock_of_zypper_is_named(host: RpmHost, repository: Repository) -> Non
 )
 def test_a_repository_out_of_reach_is_told(host: RpmHost, repository: Repository, uri: str, says: str) -> None:
     configure(host, repository.spec)
-    one = RpmRepository("site", uri, repository.url, repository.fingerprint, manager(host))
-    host.write(one.file_path, str(one).encode())
+    rewrite(host, repository, uri=uri)
     said = refusal(lambda: refresh(host))
     assert says in said and uri.split("/")[2] in said
 
@@ -343,10 +349,7 @@ def test_signed_metadata_alone_allows_unsigned_not_tampered_packages(host: RpmHo
     """NVIDIA's container toolkit comes so: the signed metadata holds each package's digest."""
     repository.add(RpmPackage("unsigned"), signed=False)
     configure(host, repository.spec)
-    (own,) = repository.spec.repositories
-    key = (own.key_url, own.key_fingerprint)
-    one = RpmRepository("site", own.uri, *key, manager(host), signed_packages=False)
-    host.write(one.file_path, str(one).encode())
+    rewrite(host, repository, signed_packages=False)
     refresh(host)
     file = repository.folder / RpmPackage("unsigned").file_name
     good = file.read_bytes()
@@ -364,10 +367,7 @@ def test_signed_packages_alone_need_no_signed_metadata(host: RpmHost, repository
     repository.add(RpmPackage("unsigned"), signed=False)
     remove_signature(repository)
     configure(host, repository.spec)
-    (own,) = repository.spec.repositories
-    key = (own.key_url, own.key_fingerprint)
-    one = RpmRepository("site", own.uri, *key, manager(host), signed_metadata=False)
-    host.write(one.file_path, str(one).encode())
+    rewrite(host, repository, signed_metadata=False)
     refresh(host)
     assert "is not signed" in refusal(lambda: install(host, "unsigned"))
     install(host, TOOLS.name)
@@ -414,26 +414,22 @@ def plan_retired(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     return retired.plan(facts.files, facts.packages.trusted_keys, spec)
 
 
-def rpms(host: RpmHost) -> set[str]:
-    return set(host.run(("rpm", "-qa")).stdout.split())
-
-
 @pytest.mark.slow
 def test_packages_come_back_from_copies(host: RpmHost, repository: Repository) -> None:
     set_up(host, repository.spec)
     install(host, TOOLS.name)
-    before_all = rpms(host)
+    before_all = rpm_list(host)
     change = RemoveRpms(manager(host), _NAMES)
     before = change.capture(host)
     change.apply(host, tell)
-    assert {name.rsplit("-", 2)[0] for name in before_all - rpms(host)} == set(_NAMES)
+    assert {name.rsplit("-", 2)[0] for name in before_all - rpm_list(host)} == set(_NAMES)
     # The repository is not needed any more.
     for path in repository.folder.rglob("*.rpm"):
         path.unlink()
     assert change.irreversible(host, before, {}, ()) == ()
     change.undo(host, before, {})
     change.undo(host, before, {})
-    assert rpms(host) == before_all
+    assert rpm_list(host) == before_all
     assert host.status(COPIES) is None
 
 
