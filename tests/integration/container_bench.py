@@ -16,6 +16,8 @@ from tests.deployed import PYTHON, bundle_below, deploy_below, program
 # Of this process alone: two test runs on one machine must not meet.
 NAME = f"gpuprov-test-{os.getpid()}"
 LIBRARIES = f"/usr/lib/{os.uname().machine}-linux-gnu"
+# What opening a GPU's node gives where no driver is loaded, if the device cgroup lets the call through.
+ENXIO = "No such device or address"
 # What a container says of itself: GPUs' nodes with what opening them gives, the driver's files, the variable.
 REPORT = """
 for node in /dev/nvidia*; do
@@ -127,12 +129,16 @@ class Bench:
         """Return what an engine puts into config.json for our hook."""
         return {"path": str(self.deployed.hook), "args": [self.deployed.hook.name, stage], "env": []}
 
-    def report(self, *environment: str, by_hook: str = "", **changes: Any) -> list[str]:
-        """Return what a container with this environment says of itself; equipped by the hook, if a stage is given."""
+    def begin(self, *environment: str, by_hook: str = "", **changes: Any) -> subprocess.CompletedProcess[str]:
+        """Create a container with this environment; equipped by the hook, if a stage is given, else by the runtime."""
         if by_hook:
             changes["hooks"] = {by_hook: [self.hook_entry(by_hook)]}
         self.configure(*environment, **changes)
-        done = self.create(runtime=self.low_level if by_hook else "")
+        return self.create(runtime=self.low_level if by_hook else "")
+
+    def report(self, *environment: str, by_hook: str = "", **changes: Any) -> list[str]:
+        """Return what such a container says of itself."""
+        done = self.begin(*environment, by_hook=by_hook, **changes)
         assert done.returncode == 0, done.stderr
         return self.output()
 
@@ -152,6 +158,21 @@ class Bench:
 
 def nodes(report: list[str]) -> list[str]:
     return [line for line in report if line.startswith("node ")]
+
+
+def require_all_gpus(report: list[str]) -> None:
+    """The container has both GPUs and may open them, and the driver's files, which it can't change."""
+    # No driver is loaded here: ENXIO says that the device cgroup let the call through; it forbids by EPERM.
+    assert nodes(report) == [
+        f"node /dev/nvidia0 c3:0 666 {ENXIO}",
+        f"node /dev/nvidia1 c3:1 666 {ENXIO}",
+        f"node /dev/nvidiactl c3:ff 666 {ENXIO}",
+    ]
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    mounts = [line for line in report if line.startswith("mount ")]
+    assert len(mounts) == 3
+    assert all({"ro", "nosuid", "nodev"} <= set(line.split()[2].split(",")) for line in mounts)
+    assert "wrote nvidia-smi" not in report
 
 
 @pytest.fixture(params=["runc", "crun"])

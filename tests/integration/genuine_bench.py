@@ -119,13 +119,11 @@ class GenuineBench(Bench):
 
     def probe(self, *libraries: str, environment: Sequence[str] = _ALL, by_hook: str = "") -> list[str]:
         """Return what the probe says of these libraries in a container, a line for each."""
-        hooks = {"hooks": {by_hook: [self.hook_entry(by_hook)]}} if by_hook else {}
-        self.configure(*environment, arguments=["/bin/probe", *libraries], **hooks)
-        return self.run(self.low_level if by_hook else "")
+        return self.report(*environment, by_hook=by_hook, arguments=["/bin/probe", *libraries])
 
-    def run(self, runtime: str = "") -> list[str]:
+    def run(self) -> list[str]:
         """Create the configured container, run it to its end, and return its lines."""
-        done = self.create(runtime=runtime)
+        done = self.create()
         assert done.returncode == 0, done.stderr
         return self.output()
 

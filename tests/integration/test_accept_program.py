@@ -39,7 +39,6 @@ def _tested(gpus: int, seconds: int = 60, **faults: int) -> Lines:
 
 
 @pytest.mark.root
-@pytest.mark.root
 @pytest.mark.needs("gcc")
 def test_gpus_that_are_well() -> None:
     found = _tested(4)
@@ -57,7 +56,6 @@ def test_gpus_that_are_well() -> None:
 
 
 @pytest.mark.root
-@pytest.mark.root
 @pytest.mark.needs("gcc")
 def test_slow_gpus_and_links_show_in_their_own_figures() -> None:
     found = _tested(4, clock_0=50, host_link_1=30, peer_link_2=60)
@@ -72,7 +70,6 @@ def test_slow_gpus_and_links_show_in_their_own_figures() -> None:
     assert found["all", 1]["rate"] == pytest.approx(found["all", 3]["rate"], rel=0.01)
 
 
-@pytest.mark.root
 @pytest.mark.root
 @pytest.mark.needs("gcc")
 def test_gpus_that_fail_are_left_out_and_the_others_go_on() -> None:
@@ -95,7 +92,6 @@ def test_a_genuine_ptxas_accepts_the_kernels(target: str, tmp_path: Path) -> Non
 
 @pytest.mark.root
 @pytest.mark.slow
-@pytest.mark.root
 @pytest.mark.needs("gcc")
 def test_of_a_fleet_of_8_the_slow_gpu_and_the_flaky_links_are_named_and_nobody_else() -> None:
     faults: dict[int, dict[str, int]] = {2: {"clock_1": 50}, 5: {"peer_link_2": 60}, 7: {"dies_after_0": 20}}

@@ -79,18 +79,13 @@ def runtimes(host: DockerHost) -> dict[str, str]:
 
 
 def test_runtime_is_present_and_runs(host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    configure(host, runtime)
-    assert runtimes(host)["nvidia"] == runtime
+    configure(host, runtime, set_default=True)
+    assert (runtimes(host)["nvidia"], docker.gather(host).default_runtime) == (runtime, "nvidia")
     assert host.restarts == 1
     tag = image(host, monkeypatch)
     said = host.docker("run", "--rm", "--network=none", "--runtime=nvidia", tag, "sh", "-c", "echo $((6 * 7))")
     assert said == "42"
     assert (host.folder / "runtime-was-called").exists()
-
-
-def test_the_default_runtime_is_loaded(host: DockerHost, runtime: str) -> None:
-    configure(host, runtime, set_default=True)
-    assert docker.gather(host).default_runtime == "nvidia"
 
 
 def test_a_running_container_survives(host: DockerHost, runtime: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,12 +179,6 @@ def test_undo_gives_back_content_mode_and_owner(host: DockerHost, runtime: str) 
         assert "nvidia" not in runtimes(host)
     # One for the change, one for its undoing; the second undoing found nothing to do.
     assert host.restarts == 2
-
-
-def test_undo_gives_back_absence(host: DockerHost, runtime: str) -> None:
-    ReconfigureDocker.undo(host, configure(host, runtime), None)
-    assert not host.daemon_json.exists()
-    assert "nvidia" not in runtimes(host)
 
 
 # -- what becomes of docker in the end ---------------------------------------------------------------------------

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
 from gpuprov.runtime_hook import deploy
-from tests.integration.container_bench import LIBRARIES, REPORT, Bench, bench
-from tests.integration.podman_store import podman_store
+from tests.integration.container_bench import LIBRARIES, Bench, bench
+from tests.integration.podman_store import CONFIGURATION, run_report
 from tests.integration.test_hostile_roots import state
 
 __all__ = ["bench"]
@@ -23,6 +23,7 @@ ALL = "NVIDIA_VISIBLE_DEVICES=all"
 # "" is the runtime, the rest are stages of the hook.
 WAYS = ["", "prestart", "createRuntime", "createContainer"]
 COMPAT = "usr/local/cuda/compat"
+TMPFS = {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]}
 
 
 @pytest.fixture
@@ -42,6 +43,14 @@ def host(tmp_path: Path) -> Path:
 
 def bind(source: Path, destination: str, *options: str) -> dict[str, Any]:
     return {"destination": destination, "type": "bind", "source": str(source), "options": ["rbind", *options]}
+
+
+def add_mount(bench: Bench, source: Path, destination: str) -> None:
+    """Let the driver's specification mount this file, too."""
+    document = json.loads(bench.specification.read_text())
+    mount = {"hostPath": str(source), "containerPath": destination, "options": ["ro", "nosuid"]}
+    document["containerEdits"]["mounts"].append(mount)
+    bench.specification.write_text(json.dumps(document))
 
 
 def start(bench: Bench, way: str, *volumes: dict[str, Any], **changes: Any) -> str:
@@ -178,29 +187,21 @@ def test_a_volume_over_the_root_itself_is_refused(bench: Bench, host: Path, way:
 @pytest.mark.parametrize("way", WAYS[:3])
 def test_a_tmpfs_of_the_containers_own_takes_mount_targets(bench: Bench, tmp_path: Path, way: str) -> None:
     """As containers with systemd have it at /run, where the sockets of the driver's services go."""
-    document = json.loads(bench.specification.read_text())
     (tmp_path / "socket").write_text("socket")
-    mount = {"hostPath": str(tmp_path / "socket"), "containerPath": "/run/deep/socket", "options": ["ro", "nosuid"]}
-    document["containerEdits"]["mounts"].append(mount)
-    bench.specification.write_text(json.dumps(document))
+    add_mount(bench, tmp_path / "socket", "/run/deep/socket")
     (bench.root / "run").mkdir()
-    tmpfs = {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]}
-    assert start(bench, way, tmpfs) == ""
+    assert start(bench, way, TMPFS) == ""
     assert list((bench.root / "run").iterdir()) == []
 
 
 @pytest.mark.parametrize("way", WAYS[1:3])
 def test_a_tmpfs_of_the_hosts_takes_nothing(bench: Bench, way: str) -> None:
     """A volume that is mounted over the container's own tmpfs by way of a link: it is a tmpfs too, but the host's."""
-    document = json.loads(bench.specification.read_text())
-    mount = {"hostPath": str(bench.folder / "driver/smi"), "containerPath": "/run/deep/smi", "options": ["ro"]}
-    document["containerEdits"]["mounts"].append(mount)
-    bench.specification.write_text(json.dumps(document))
+    add_mount(bench, bench.folder / "driver/smi", "/run/deep/smi")
     (bench.root / "run").mkdir()
     (bench.root / "mnt").symlink_to("run")
-    tmpfs = {"destination": "/run", "type": "tmpfs", "source": "tmpfs", "options": ["nosuid"]}
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
-        said = start(bench, way, tmpfs, bind(Path(folder), "/mnt", "rw"))
+        said = start(bench, way, TMPFS, bind(Path(folder), "/mnt", "rw"))
         assert "in the volume at /mnt, and nothing is written into volumes" in said
         assert list(Path(folder).iterdir()) == []
 
@@ -241,7 +242,7 @@ def test_a_hook_that_is_kept_waiting_gives_up_and_says_so(bench: Bench, stage: s
     assert said == "gpuprov: the container's files were not ready after 1 s: something does not answer\n"
 
 
-def podman(bench: Bench, low_level: str, folder: str, *words: str) -> subprocess.CompletedProcess[str]:
+def podman(bench: Bench, *words: str) -> subprocess.CompletedProcess[str]:
     """Run a container of podman's, equipped by the prestart hook in a folder of OCI hooks; `words` are its volumes."""
     hooks = bench.folder / "hooks.d"
     hooks.mkdir()
@@ -251,17 +252,11 @@ def podman(bench: Bench, low_level: str, folder: str, *words: str) -> subprocess
     ])  # fmt: skip
     assert configured.exit_code == 0, configured.output
     configuration = bench.folder / "containers.conf"
-    configuration.write_text('[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "cgroupfs"\n')
-    argv = (
-        # Its mounts go with this namespace, however long podman's own cleaning takes.
-        "unshare", "-m", "podman", f"--root={folder}/store", f"--runroot={folder}/run", f"--runtime={low_level}",
-        f"--hooks-dir={hooks}",
-        "run", "--rm", "--network=none", "--no-hosts", "--log-driver=none", "--ulimit=nofile=256:256",
-        "--ulimit=nproc=100:100", "--env=NVIDIA_VISIBLE_DEVICES=1", *words, "--rootfs", str(bench.root), "sh", "-c",
-        f"{REPORT}\n:",
-    )  # fmt: skip
-    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    return subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    configuration.write_text(CONFIGURATION)
+    options = ("--no-hosts", "--env=NVIDIA_VISIBLE_DEVICES=1", *words)
+    engine = (f"--runtime={bench.low_level}", f"--hooks-dir={hooks}")
+    # Its mounts go with this namespace, however long podman's own cleaning takes.
+    return run_report(bench.root, configuration, *options, podman=engine, before=("unshare", "-m"))
 
 
 @pytest.mark.needs("podman")
@@ -278,8 +273,7 @@ def test_podman_with_a_folder_of_hooks_writes_nothing_into_the_hosts_root(bench:
         (bench.root / link).symlink_to(f"/rootfs/{link}")
     (bench.root / "rootfs").mkdir(exist_ok=True)
     before = state(host)
-    with podman_store() as folder:
-        done = podman(bench, bench.low_level, folder, "-v", f"{host}:/rootfs:ro")
+    done = podman(bench, "-v", f"{host}:/rootfs:ro")
     assert state(host) == before
     assert "Traceback" not in done.stderr
     if link == LIBRARIES[1:]:

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,9 @@ from click.testing import CliRunner
 from gpuprov.cli.hook import hook
 from gpuprov.runtime_hook import record
 from tests.deployed import deploy_below
-from tests.integration.container_bench import LIBRARIES, NAME, Bench, low_level_runtime
+from tests.integration.container_bench import LIBRARIES, NAME, Bench, bench
 
+__all__ = ["bench"]
 pytestmark = pytest.mark.root
 
 SECRET = "s3cr3t-t0k3n"
@@ -22,18 +22,16 @@ ASKS = (
 )  # fmt: skip
 
 
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    monkeypatch.setattr(record, "FOLDER", str(made.deployed.folder / "run/containers"))
-    yield made
-    made.delete()
+@pytest.fixture(autouse=True)
+def folder(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder in which the bench's runtime keeps its decisions; the command reads it, too."""
+    found = bench.deployed.folder / "run/containers"
+    monkeypatch.setattr(record, "FOLDER", str(found))
+    return found
 
 
 def create(bench: Bench, *environment: str, by_hook: bool = False) -> None:
-    hooks = {"prestart": [bench.hook_entry("prestart")]} if by_hook else {}
-    bench.configure(*environment, hooks=hooks)
-    done = bench.create(runtime=bench.low_level if by_hook else "")
+    done = bench.begin(*environment, by_hook="prestart" if by_hook else "")
     assert done.returncode == 0, done.stderr
 
 
@@ -43,8 +41,7 @@ def explained(*words: str) -> str:
     return done.output
 
 
-def kept(bench: Bench) -> list[str]:
-    folder = bench.deployed.folder / "run/containers"
+def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
 
 
@@ -63,55 +60,53 @@ def test_a_running_containers_decision_is_told_by_id_and_by_bundle(bench: Bench,
     assert json.loads(explained(NAME, "--json"))["nodes"] == ["/dev/nvidiactl", "/dev/nvidia1"]
 
 
-def test_the_file_is_roots_alone_and_has_no_value_of_the_environment(bench: Bench) -> None:
+def test_the_file_is_roots_alone_and_has_no_value_of_the_environment(bench: Bench, folder: Path) -> None:
     create(bench, *ASKS)
-    folder = bench.deployed.folder / "run/containers"
     assert folder.stat().st_mode & 0o777 == 0o700
     assert (folder / NAME).stat().st_mode & 0o777 == 0o600
     assert SECRET not in (folder / NAME).read_text()
 
 
-def test_delete_removes_it_and_a_delete_that_fails_does_not(bench: Bench) -> None:
+def test_delete_removes_it_and_a_delete_that_fails_does_not(bench: Bench, folder: Path) -> None:
     bench.configure(*ASKS, arguments=["busybox", "sleep", "60"])
     assert bench.create().returncode == 0
     assert bench.call("start", NAME).returncode == 0
     assert bench.call("delete", NAME).returncode != 0
-    assert kept(bench) == [NAME]
+    assert kept(folder) == [NAME]
     assert bench.call("delete", "--force", NAME).returncode == 0
-    assert kept(bench) == []
+    assert kept(folder) == []
     assert bench.call("state", NAME).returncode != 0
 
 
-def test_what_containers_left_that_vanished_goes_with_the_next_start(bench: Bench) -> None:
+def test_what_containers_left_that_vanished_goes_with_the_next_start(bench: Bench, folder: Path) -> None:
     create(bench, *ASKS, by_hook=True)
-    folder = bench.deployed.folder / "run/containers"
     gone = json.loads((folder / NAME).read_text())
     (folder / "gone").write_text(json.dumps({**gone, "container": "gone", "bundle": str(bench.folder / "no-bundle")}))
     (folder / "broken").write_text("{")
     (folder / "lives").write_text(json.dumps({**gone, "container": "lives"}))
     bench.delete()
     create(bench, *ASKS)
-    assert kept(bench) == sorted([NAME, "lives"])
+    assert kept(folder) == sorted([NAME, "lives"])
 
 
-def test_it_survives_an_upgrade(bench: Bench) -> None:
+def test_it_survives_an_upgrade(bench: Bench, folder: Path) -> None:
     create(bench, *ASKS)
     text = explained(NAME)
     shutil.rmtree(bench.deployed.folder / "host")
     deploy_below(bench.deployed.folder, bench.low_level)
     assert explained(NAME) == text
     assert bench.call("delete", "--force", NAME).returncode == 0
-    assert kept(bench) == []
+    assert kept(folder) == []
 
 
-def test_a_container_without_gpus_has_none(bench: Bench) -> None:
+def test_a_container_without_gpus_has_none(bench: Bench, folder: Path) -> None:
     create(bench, "A=1")
-    assert kept(bench) == []
+    assert kept(folder) == []
     assert "asks for no GPU" in explained("--bundle", str(bench.folder / "bundle"))
 
 
-def test_a_folder_that_cannot_be_made_keeps_nobody_from_starting(bench: Bench) -> None:
-    (bench.deployed.folder / "run").mkdir(exist_ok=True)
-    (bench.deployed.folder / "run/containers").write_text("in the way")
+def test_a_folder_that_cannot_be_made_keeps_nobody_from_starting(bench: Bench, folder: Path) -> None:
+    folder.parent.mkdir(exist_ok=True)
+    folder.write_text("in the way")
     create(bench, *ASKS)
     assert bench.call("delete", "--force", NAME).returncode == 0

@@ -2,17 +2,16 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gpuprov.runtime_hook import deploy, device_nodes
-from tests.integration.container_bench import NAME, Bench, low_level_runtime
+from tests.integration.container_bench import NAME, Bench, bench
 from tests.integration.test_start_details import host_nodes, in_user_namespace
 
-__all__ = ["host_nodes"]
+__all__ = ["bench", "host_nodes"]
 
 pytestmark = pytest.mark.root
 
@@ -22,21 +21,19 @@ ALL = "NVIDIA_VISIBLE_DEVICES=all"
 SCRIPT = f"cat {STANDS_FOR_PARAMS}; grep {STANDS_FOR_PARAMS} /proc/mounts; (echo x > {STANDS_FOR_PARAMS}) || echo ro"
 
 
-@pytest.fixture(params=["runc", "crun"])
-def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, low_level_runtime(request.param, tmp_path))
-    library = made.folder / "deployed/host" / deploy.LIBRARY_PATH.lstrip("/") / "runtime_hook"
+@pytest.fixture(autouse=True)
+def stand_in(bench: Bench) -> None:
+    """Let the bench's runtime take another file for the parameters."""
+    library = bench.folder / "deployed/host" / deploy.LIBRARY_PATH.lstrip("/") / "runtime_hook"
     text = (library / "device_nodes.py").read_text()
     for before, after in (
         (device_nodes.PARAMS, STANDS_FOR_PARAMS), (r"ModifyDeviceFiles: 1\n", r"Linux\n"),
-        (device_nodes.COPY, str(made.folder / "run/params")),
+        (device_nodes.COPY, str(bench.folder / "run/params")),
     ):  # fmt: skip
         assert before in text
         text = text.replace(before, after)
     (library / "device_nodes.py").write_text(text)
     deploy.compile_bytecode(str(library))
-    yield made
-    made.delete()
 
 
 @pytest.mark.parametrize("by_hook", ["", "prestart", "createContainer"], ids=["runtime", "hook", "CDI hook"])
@@ -94,8 +91,7 @@ def test_a_mount_below_proc_is_left_as_it_is_and_the_container_starts(bench: Ben
     folder = STANDS_FOR_PARAMS.rpartition("/")[0]
     volume = {"destination": folder, "type": "bind", "source": folder, "options": ["rbind", "ro"]}
     mounts = [*bench.pristine["mounts"], volume]
-    bench.configure(ALL, mounts=mounts, hooks={stage: [bench.hook_entry(stage)]}, arguments=["cat", STANDS_FOR_PARAMS])
-    done = bench.create(runtime=bench.low_level)
+    done = bench.begin(ALL, by_hook=stage, mounts=mounts, arguments=["cat", STANDS_FOR_PARAMS])
     if done.returncode:  # runc mounts nothing there
         assert "/proc" in done.stderr
         assert "gpuprov" not in done.stderr

@@ -18,9 +18,9 @@ from click.testing import CliRunner
 
 from gpuprov.cli.main import cli
 from gpuprov.engines import containerd as engine
-from tests.integration.container_bench import LIBRARIES, REPORT, Bench
+from tests.integration.container_bench import LIBRARIES, Bench
 from tests.integration.dockerd import docker_host
-from tests.integration.podman_store import podman_store
+from tests.integration.podman_store import run_report
 from tests.simgpu import cache, debian
 from tests.simgpu.commands import BuildError
 
@@ -238,14 +238,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 def podman_run(bench: Bench, configuration: Path, *words: str) -> list[str]:
     """Run the report in a container of podman's; return the GPUs' nodes that it saw, and the CUDA library."""
-    environment = {**os.environ, "CONTAINERS_CONF": str(configuration)}
-    with podman_store() as folder:
-        argv = (
-            "podman", f"--root={folder}/store", f"--runroot={folder}/run", *words, "run", "--rm", "--network=none",
-            "--log-driver=none", "--ulimit=nofile=256:256", "--ulimit=nproc=100:100",
-            "--env=NVIDIA_VISIBLE_DEVICES=1", "--rootfs", str(bench.root), "sh", "-c", f"{REPORT}\n:",
-        )  # fmt: skip
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False, env=environment)
+    done = run_report(bench.root, configuration, "--env=NVIDIA_VISIBLE_DEVICES=1", podman=words)
     assert done.returncode == 0, done.stderr
     report = done.stdout.splitlines()
     return [line.split()[1] for line in report if line.startswith("node ") or "libcuda.so.1 cuda" in line]
@@ -255,7 +248,6 @@ PODMAN = '[containers]\npids_limit = 0 # none here\n\n[engine]\ncgroup_manager =
 EQUIPPED = ["/dev/nvidia1", "/dev/nvidiactl", f"{LIBRARIES}/libcuda.so.1"]
 
 
-@pytest.mark.root
 @pytest.mark.root
 def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: Path) -> None:
     main = tmp_path / "containers.conf"
@@ -267,7 +259,6 @@ def test_podmans_container_gets_its_gpu_by_the_runtime(bench: Bench, tmp_path: P
     assert main.read_text() == PODMAN
 
 
-@pytest.mark.root
 @pytest.mark.root
 def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path) -> None:
     main = tmp_path / "containers.conf"
@@ -281,7 +272,6 @@ def test_podmans_container_gets_its_gpu_by_the_hook(bench: Bench, tmp_path: Path
     assert podman_run(bench, main, "--runtime=runc", f"--hooks-dir={hooks}")[:1] != EQUIPPED[:1]
 
 
-@pytest.mark.root
 @pytest.mark.root
 def test_docker_knows_the_runtime(tmp_path: Path) -> None:
     with docker_host(started=False) as host:
@@ -321,7 +311,6 @@ def starts_cri(containerd: str, main: Path) -> tuple[bool, str]:
 
 
 @pytest.mark.root
-@pytest.mark.root
 @with_files
 def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_path: Path, name: str) -> None:
     main = tmp_path / "config.toml"
@@ -333,7 +322,6 @@ def test_cri_starts_with_what_is_written(containerd: str, drop_in: Path, tmp_pat
     assert started, said
 
 
-@pytest.mark.root
 @pytest.mark.root
 @pytest.mark.parametrize("containerd", ["machine", "trixie"], indirect=True)
 def test_cri_does_not_start_where_our_runtime_alone_is_named(containerd: str, tmp_path: Path) -> None:

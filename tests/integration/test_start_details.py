@@ -1,6 +1,5 @@
 """Single sides of a start on the real runc: user namespaces, settings, logs, volumes, an image that interferes."""
 
-import json
 import os
 import re
 import shutil
@@ -10,21 +9,14 @@ from typing import Any
 
 import pytest
 
-from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from tests.files import put
-from tests.integration.container_bench import LIBRARIES, Bench, nodes
+from tests.integration.container_bench import ENXIO, LIBRARIES, Bench, bench, nodes
 from tests.integration.own_devices import own_devices
 
-pytestmark = pytest.mark.root
+__all__ = ["bench"]
+pytestmark = [pytest.mark.root, pytest.mark.only(bench="runc")]
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
 BY = ["", "prestart"]
-
-
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    made = Bench(tmp_path, "runc")
-    yield made
-    made.delete()
 
 
 # -- user namespaces -------------------------------------------------------------------------------------------------
@@ -74,13 +66,17 @@ def test_links_made_inside_a_user_namespace_are_its_root_users(bench: Bench, hos
     assert (link.st_uid, link.st_gid) == (100000, 100000)
 
 
+def require_gpus(report: list[str]) -> None:
+    """The container has the host's nodes, which it may open, and the driver's library."""
+    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
+    assert all(line.endswith(ENXIO) for line in nodes(report))
+    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+
+
 @pytest.mark.parametrize("by_hook", BY, ids=["runtime", "hook"])
 def test_user_namespace_container_gets_its_own_nodes_and_links(bench: Bench, host_nodes: None, by_hook: str) -> None:
     linux, mounts = in_user_namespace(bench)
-    report = bench.report(ALL, by_hook=by_hook, linux=linux, mounts=mounts)
-    assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
-    assert all(line.endswith("No such device or address") for line in nodes(report))
-    assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    require_gpus(bench.report(ALL, by_hook=by_hook, linux=linux, mounts=mounts))
     link = bench.root / LIBRARIES[1:] / "libcuda.so.1"
     assert (link.lstat().st_uid, link.lstat().st_gid) == (100000, 100000)
     assert (bench.root / "etc/ld.so.cache").stat().st_uid == 100000
@@ -102,15 +98,10 @@ def test_rootless_engine_gives_gpus_by_runtime_and_hook_with_no_cgroups(bench: B
     linux["namespaces"] = [one for one in linux["namespaces"] if one["type"] != "network"]
     mounts = [one for one in bench.pristine["mounts"] if one["type"] not in ("sysfs", "cgroup", "mqueue", "devpts")]
     given: dict[str, Any] = {"linux": linux, "mounts": mounts}
-    reports = [bench.report(ALL, **given)]
-    bench.configure(ALL, hooks={"prestart": [bench.hook_entry("prestart")]}, **given)
-    assert "use --runtime=nvidia, or no-cgroups = true" in bench.create(runtime=bench.low_level).stderr
+    require_gpus(bench.report(ALL, **given))
+    assert "use --runtime=nvidia, or no-cgroups = true" in bench.begin(ALL, by_hook="prestart", **given).stderr
     bench.deployed.nvidia_settings.write_text("[nvidia-container-cli]\nno-cgroups = true\n")
-    reports.append(bench.report(ALL, by_hook="prestart", **given))
-    for report in reports:
-        assert [line.split()[1] for line in nodes(report)] == ["/dev/nvidia0", "/dev/nvidia1", "/dev/nvidiactl"]
-        assert all(line.endswith("No such device or address") for line in nodes(report))
-        assert f"file {LIBRARIES}/libcuda.so.1 cuda" in report
+    require_gpus(bench.report(ALL, by_hook="prestart", **given))
 
 
 # -- settings and logs -----------------------------------------------------------------------------------------------
@@ -229,35 +220,12 @@ def test_a_broken_deployment_closes_the_door_in_one_line(bench: Bench, spoil: st
         (library / "edits.py").unlink()
     elif spoil == "all gone":
         shutil.rmtree(library)
-    hooks: dict[str, Any] = {"hooks": {by_hook: [bench.hook_entry(by_hook)]}} if by_hook else {}
-    bench.configure(ALL, **hooks)
-    done = bench.create(runtime=bench.low_level if by_hook else "")
+    done = bench.begin(ALL, by_hook=by_hook)
     assert done.returncode != 0
     assert "gpuprov: the container runtime in " in done.stderr and "run gpuprov install on this host" in done.stderr
     assert "Traceback" not in done.stderr
     bench.configure("A=1", arguments=["sh", "-c", ":"])
     assert bench.create().returncode == 0
-
-
-def test_a_container_that_asks_by_no_word_of_ours_is_passed_through_bit_for_bit(bench: Bench) -> None:
-    text = '{ "ociVersion": "1.0.2",   "odd": [1.50, 1e3, "\\ud83d\\ude00"], "process": {"env": ["A=1"]} }\n'
-    bench.config.write_text(text)
-    bench.create()
-    assert bench.config.read_text() == text
-    # The same where Python has to look, because the image's own words look like a request.
-    text = text.replace("A=1", "NVIDIA_VISIBLE_DEVICES=void")
-    bench.config.write_text(text)
-    bench.create()
-    assert bench.config.read_text() == text
-
-
-def test_fields_that_nobody_knows_survive_and_the_file_is_replaced_whole(bench: Bench) -> None:
-    bench.configure(ALL, future={"x": [1, None, 2**63]})
-    before = bench.config.stat()
-    assert bench.create().returncode == 0
-    after = bench.config.stat()
-    assert json.loads(bench.config.read_text())["future"] == {"x": [1, None, 2**63]}
-    assert after.st_ino != before.st_ino
 
 
 @pytest.mark.parametrize(
@@ -286,7 +254,3 @@ def test_compatibility_libraries_of_the_image_are_found_first(bench: Bench) -> N
         cache = (bench.root / "etc/ld.so.cache").read_bytes()
         assert b"/usr/local/cuda/compat/libcuda.so.1\0" in cache
         assert f"{LIBRARIES}/libcuda.so.1\0".encode() not in cache
-
-
-def test_the_hook_has_the_name_that_docker_looks_for() -> None:
-    assert NVIDIA_HOOK_PATH.rpartition("/")[2] == "nvidia-container-runtime-hook"
