@@ -1,4 +1,4 @@
-"""Runs that are killed or held at an event on their host: a line of the journal, or the command that follows it."""
+"""Runs that are killed or held at an event on their host (a journal's line, the command after it), and their repair."""
 
 import contextlib
 import os
@@ -9,7 +9,10 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from tests.integration.test_install import etc, packages
 from tests.lab import Host, cgroups
+from tests.lab.fixtures import gpuprov
+from tests.lab.host import Snapshot, differences
 
 _AGENT = re.compile(rb"(agent-[0-9a-f]+|gpuprov-host)\.pyz")
 _JOURNALS = "var/lib/gpuprov/runs"
@@ -57,6 +60,15 @@ def held_at(host: Host, process: subprocess.Popen[str], lines: int) -> Iterator[
         yield
     finally:
         _signal(agents, signal.SIGCONT)
+
+
+def require_undisturbed(host: Host, inventory: Path, undisturbed: tuple[Snapshot, str], told: str) -> None:
+    """The host has the files and packages of an undisturbed run, and nothing is left to clean up or to do."""
+    files, names = undisturbed
+    assert differences(files, etc(host)) == set(), told
+    assert packages(host) == names, told
+    assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == "", told
+    assert f"{host.name}: 0 changes" in gpuprov("install", "--hosts", inventory).stdout, told
 
 
 def _signal(agents: set[int], number: signal.Signals) -> None:

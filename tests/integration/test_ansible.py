@@ -1,6 +1,5 @@
 """The playbooks on real hosts: what `gpuprov install --hosts` does, to the byte; check mode, changed, failures."""
 
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,8 @@ import pytest
 from gpuprov.fleet.agent_file import build_agent
 from tests.integration.test_install import docker_start, etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
+from tests.lab.fixtures import DRIVER, Site, events, gpuprov, gpuprov_succeeds
+from tests.lab.host import differences
 from tests.lab.lab import REPOSITORY
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
@@ -25,6 +25,13 @@ _PARTS = ("repos", "driver", "toolkit", "engine")
 def play(name: str, inventory: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a playbook of the clone as a user types it."""
     return run_ansible("-i", inventory, f"playbooks/{name}.yml", *words, **environment)
+
+
+def play_succeeds(name: str, inventory: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a playbook, which must end with exit code 0."""
+    done = play(name, inventory, *words, **environment)
+    assert done.returncode == 0, done.stdout
+    return done
 
 
 def run_ansible(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,26 +61,9 @@ def task_states(done: subprocess.CompletedProcess[str]) -> dict[str, str]:
 def twin(site: Site) -> Host:
     """A host that site.yml has installed, from bare."""
     host = site.fresh("twin")
-    done = play("site", site.inventory("twin"))
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("site", site.inventory("twin"))
     assert task_states(done) == {"preflight": "ok", **dict.fromkeys(_PARTS, "changed"), "verify": "ok", **_NO_IMAGE}
     return host
-
-
-def test_check_mode_says_what_would_change_and_changes_nothing(site: Site) -> None:
-    host = site.fresh("twin")
-    before = (etc(host), packages(host), docker_start(host))
-    done = play("site", site.inventory("twin"), "--check", "--diff")
-    assert done.returncode == 0, done.stdout
-    assert task_states(done) == {
-        "preflight": "ok",
-        **dict.fromkeys(_PARTS, "changed"),
-        "verify": "skipping",
-        **_NO_IMAGE,
-    }
-    assert re.search(r'^\+.*"path": "/usr/bin/gpuprov-container-runtime"', done.stdout, re.MULTILINE)
-    assert (etc(host), packages(host), docker_start(host)) == before
-    assert not (host.root / "var/lib/gpuprov").exists()
 
 
 def test_a_second_run_changes_nothing_and_restarts_nothing(site: Site, twin: Host) -> None:
@@ -95,11 +85,9 @@ def enabled_units(host: Host) -> str:
 
 
 def verified(site: Site, name: str) -> list[dict[str, object]]:
-    lines = gpuprov("verify", "--hosts", site.inventory(name), "--json").stdout.splitlines()
-    events = [json.loads(line) for line in lines]
     return [
         {key: event[key] for key in ("name", "status", "on_host", "in_container", "reason")}
-        for event in events
+        for event in events(gpuprov("verify", "--hosts", site.inventory(name), "--json").stdout)
         # Its date is the last verification's, and the first one has none.
         if event.get("event") == "CheckDone" and event["name"] != "remembered GPUs"
     ]
@@ -110,8 +98,7 @@ def test_both_ways_lead_to_the_same_host(site: Site, twin: Host) -> None:
     """Host A by the command line, host B by the playbook: /etc, programs, packages, units and verification agree."""
     main = site.fresh("main")
     gpuprov_succeeds("install", "--hosts", site.inventory("main"))
-    one, other = etc(main), etc(twin)
-    assert {path for path in {*one, *other} if one.get(path) != other.get(path)} == _HOST_SPECIFIC
+    assert differences(etc(main), etc(twin)) == _HOST_SPECIFIC
     assert packages(main) == packages(twin)
     assert enabled_units(main) == enabled_units(twin)
     checks = verified(site, "twin")
@@ -131,29 +118,25 @@ def test_verify_names_the_fault_and_site_fixes_that_part_alone(site: Site, twin:
     done = play("verify", site.inventory("twin"))
     assert done.returncode != 0
     assert "does not have runtime nvidia" in done.stdout
-    repaired = play("site", site.inventory("twin"))
-    assert repaired.returncode == 0, repaired.stdout
+    repaired = play_succeeds("site", site.inventory("twin"))
     states = task_states(repaired)
     assert [role for role, state in states.items() if state == "changed"] == ["engine"]
     assert states["verify"] == "ok"
     twin.ssh("echo > /var/lib/gpuprov/remembered.json")
-    done = play("verify", site.inventory("twin"), "-e", "gpuprov_play_remember=true")
-    assert done.returncode == 0, done.stdout
+    play_succeeds("verify", site.inventory("twin"), "-e", "gpuprov_play_remember=true")
     assert twin.ssh("cat /var/lib/gpuprov/remembered.json").stdout.startswith('{"schema":1,')
 
 
 def test_a_tag_does_that_part_alone(site: Site, twin: Host) -> None:
     twin.ssh("rm /etc/cdi/nvidia.json; echo '{}' > /etc/docker/daemon.json")
-    done = play("site", site.inventory("twin"), "--tags", "toolkit")
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("site", site.inventory("twin"), "--tags", "toolkit")
     assert task_states(done) == {"preflight": "ok", "toolkit": "changed"}
     assert (twin.root / "etc/docker/daemon.json").read_text() == "{}\n"
     assert play("site", site.inventory("twin")).returncode == 0
 
 
 def test_facts_are_there_as_ansible_local(site: Site, twin: Host) -> None:
-    done = play("facts", site.inventory("twin"))
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("facts", site.inventory("twin"))
     assert re.search(rf"2 GPUs,\s+driver {re.escape(DRIVER)}", done.stdout)
 
 
@@ -183,15 +166,6 @@ _DELEGATED = """
     - ansible.builtin.assert:
         that: ansible_local.gpuprov.gpus | length == 2
 """
-
-
-def test_a_task_may_be_delegated(site: Site, twin: Host, tmp_path: Path) -> None:
-    path = tmp_path / "delegated.yml"
-    path.write_text(_DELEGATED)
-    done = run_ansible("-i", site.inventory("twin"), path)
-    assert done.returncode == 0, done.stdout
-
-
 _IN_THE_BACKGROUND = """
 - hosts: twin
   gather_facts: false
@@ -217,9 +191,10 @@ _IN_THE_BACKGROUND = """
 """
 
 
-def test_a_task_may_go_on_in_the_background(site: Site, twin: Host, tmp_path: Path) -> None:
-    path = tmp_path / "background.yml"
-    path.write_text(_IN_THE_BACKGROUND)
+@pytest.mark.parametrize("text", [_DELEGATED, _IN_THE_BACKGROUND], ids=["delegated", "in the background"])
+def test_a_task_takes_other_ways_of_ansible(site: Site, twin: Host, tmp_path: Path, text: str) -> None:
+    path = tmp_path / "tasks.yml"
+    path.write_text(text)
     done = run_ansible("-i", site.inventory("twin"), path)
     assert done.returncode == 0, done.stdout
 
@@ -237,30 +212,31 @@ def test_a_jump_host_is_gone_through(site: Site, twin: Host) -> None:
     key, known = site.lab.key, site.lab.known_hosts
     jump = f"ssh {options} -i {key} -o UserKnownHostsFile={known} -W %h:%p root@{site.hosts['bullseye'].address}"
     arguments = f"-o UserKnownHostsFile={known} -o ProxyCommand='{jump}'"
-    done = play("facts", site.inventory("twin", ansible_ssh_common_args=arguments), ANSIBLE_SSH_CONTROL_PATH_DIR="/tmp")
-    assert done.returncode == 0, done.stdout
+    inventory = site.inventory("twin", ansible_ssh_common_args=arguments)
+    play_succeeds("facts", inventory, ANSIBLE_SSH_CONTROL_PATH_DIR="/tmp")
 
 
-def test_rollback_undoes_the_whole_play_back_to_the_byte(site: Site) -> None:
+def test_check_mode_changes_nothing_and_rollback_undoes_the_whole_play_to_the_byte(site: Site) -> None:
     host = site.fresh("twin")
-    before = (etc(host), packages(host))
+    before = (etc(host), packages(host), docker_start(host))
+    foreseen = play_succeeds("site", site.inventory("twin"), "--check", "--diff")
+    skipped = {"verify": "skipping", **_NO_IMAGE}
+    assert task_states(foreseen) == {"preflight": "ok", **dict.fromkeys(_PARTS, "changed"), **skipped}
+    assert re.search(r'^\+.*"path": "/usr/bin/gpuprov-container-runtime"', foreseen.stdout, re.MULTILINE)
+    assert (etc(host), packages(host), docker_start(host)) == before
+    assert not (host.root / "var/lib/gpuprov").exists()
     assert play("site", site.inventory("twin")).returncode == 0
     assert etc(host) != before[0]
-    done = play("rollback", site.inventory("twin"))
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("rollback", site.inventory("twin"))
     assert recap(done, "twin")["changed"] == 1
-    after = (etc(host), packages(host))
-    changed = {path for path in {*before[0], *after[0]} if before[0].get(path) != after[0].get(path)}
-    # The loader's cache is a binary file that ldconfig rewrites; its content is the same, not its order of bytes.
-    assert changed <= {"/etc/ld.so.cache"}
-    assert after[1] == before[1]
+    assert differences(before[0], etc(host)) == set()
+    assert packages(host) == before[1]
 
 
 def test_sudo_with_a_password_on_a_host_without_docker(site: Site) -> None:
     site.fresh("ops")
     login = {"ansible_user": "ops", "ansible_become_password": "correct horse"}
-    done = play("site", site.inventory("ops", **login))
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("site", site.inventory("ops", **login))
     assert task_states(done)["verify"] == "ok"
     refused = play("verify", site.inventory("ops", **{**login, "ansible_become_password": "wrong"}))
     assert refused.returncode != 0
@@ -275,8 +251,7 @@ def test_a_host_without_python_says_how_to_get_it(site: Site) -> None:
     option = next(word for word in done.stdout.split() if word.startswith("gpuprov_play_"))
     checked = play("facts", site.inventory("bare"), "--check", "-e", option)
     assert "there is no Python on the host" in checked.stdout
-    done = play("facts", site.inventory("bare"), "-e", option)
-    assert done.returncode == 0, done.stdout
+    play_succeeds("facts", site.inventory("bare"), "-e", option)
 
 
 def test_an_upgrade_goes_host_by_host_and_ends_with_the_first_failure(site: Site) -> None:

@@ -4,7 +4,6 @@ import contextlib
 import json
 import re
 import shlex
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ import yaml
 
 from tests import simgpu
 from tests.integration.doctor_typing import SLEEPER
-from tests.lab import Host, HostRequest, cgroups
+from tests.lab import Host, HostRequest
 from tests.lab.command_line import GPUPROV
+from tests.lab.drivers import bring_run_files, change_kernel_side, install_by_hand, leave_nodes_to_gpuprov
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
@@ -52,17 +52,12 @@ def main(lab_site: Site) -> Host:
     """A host that is installed, and whose own boot makes no device nodes any more."""
     gpuprov_succeeds("install", "--hosts", lab_site.inventory("boots"))
     host = lab_site.hosts["boots"]
-    attach = host.root / "usr/lib/simgpu/attach"
-    attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
+    leave_nodes_to_gpuprov(host.root)
     return host
 
 
 def active(host: Host, *units: str) -> list[str]:
     return host.ssh(("systemctl", "is-active", *units), check=False).stdout.split()
-
-
-def test_a_second_run_has_nothing_to_do(lab_site: Site, main: Host) -> None:
-    assert "0 changes" in gpuprov("install", "--hosts", lab_site.inventory("boots")).stdout
 
 
 def test_after_a_reboot_nodes_exist_before_docker_starts(lab_site: Site, main: Host) -> None:
@@ -268,8 +263,7 @@ def restarting(lab_site: Site, main: Host) -> Host:
     for name, command in _CONTAINERS.items():
         words = f"{command} --detach --network=none --restart=always --name {name.split()[0]} sleeper:1 /bin/sleep 9999"
         main.ssh(_by(name, words))
-    for version in (DRIVER, _NEWER):
-        shutil.copyfile(simgpu.build_run(lab_site.lab.www, version), main.root / f"root/{version}.run")
+    bring_run_files(lab_site.lab, main, DRIVER, _NEWER)
     return main
 
 
@@ -282,24 +276,15 @@ def _by(name: str, command: str) -> str:
 
 
 def _boot_with(host: Host, boot: _Boot) -> None:
-    """Boot with that kernel side; a shutdown would wait for the containers."""
-    tree = host.root / "usr/lib/simgpu"
-    for part in ("sys", "proc"):
-        shutil.rmtree(tree / part)
-    simgpu.write_kernel_tree(tree, boot.gpus, boot.version, divided=boot.divided)
-    devices = tree / "proc/devices"
+    """Boot with that kernel side."""
+    change_kernel_side(host, boot.version, boot.gpus, boot.divided)
+    devices = host.root / "usr/lib/simgpu/proc/devices"
     devices.write_text(devices.read_text().replace(f"{UVM_MAJOR} nvidia-uvm", f"{boot.uvm_major} nvidia-uvm"))
-    cgroups.end_processes(host.cgroup)
-    host.switch_on()
+    host.power_cycle()
     state = _by("rootless", "systemctl --user is-active podman-restart docker")
     wait_for(
         "the user's engines", lambda: host.ssh(state, check=False).stdout in ("active\nactive\n", "failed\nactive\n")
     )
-
-
-def _by_another_hand(host: Host, version: str) -> None:
-    """Replace the driver as its user does, with the file alone; the kernel keeps what it has until it boots."""
-    host.ssh(f"sh /root/{version}.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
 
 
 def _engine(name: str) -> str:
@@ -337,7 +322,7 @@ _BOOTS = {
 def test_containers_with_a_restart_policy_have_their_gpus_after_a_boot(restarting: Host, case: str) -> None:
     boot = _BOOTS[case]
     if case in ("upgraded", "downgraded"):
-        _by_another_hand(restarting, boot.version)
+        install_by_hand(restarting, boot.version)
     if case == "no specification":
         restarting.ssh(f"rm {_CDI}")
     with _module_that_modprobe_loads(restarting) if case == "module late" else contextlib.nullcontext():
@@ -381,12 +366,12 @@ def test_a_module_that_comes_after_the_engines_is_there_for_their_containers(res
 
 def test_a_driver_that_does_not_fit_its_module_is_said_and_engines_start(restarting: Host) -> None:
     """Files that changed without a boot, as an update by apt in the night leaves them."""
-    _by_another_hand(restarting, _NEWER)
+    install_by_hand(restarting, _NEWER)
     _boot_with(restarting, _Boot())
     assert active(restarting, "docker", "gpuprov-refresh.service") == ["active", "failed"]
     said = restarting.ssh("journalctl --boot --output=cat --unit gpuprov-refresh").stdout
     assert f"files are {_NEWER}, the loaded module is {DRIVER}" in said
-    _by_another_hand(restarting, DRIVER)
+    install_by_hand(restarting, DRIVER)
     wait_for("the refresh", lambda: active(restarting, "gpuprov-refresh.service") == ["inactive"])
 
 
@@ -432,9 +417,8 @@ def _as_metal(lab_site: Site) -> Host:
 
 
 def _save_as_metal(lab_site: Site, host: Host) -> None:
-    run_file = lab_site.variables["gpuprov_driver_url"]
-    host.ssh(f'cd /root && python3 -c \'import urllib.request as u; u.urlretrieve("{run_file}", "driver.run")\'')
-    host.ssh("sh /root/driver.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
+    bring_run_files(lab_site.lab, host, DRIVER)
+    install_by_hand(host, DRIVER)
     simgpu.write_kernel_tree(host.root / "usr/lib/simgpu-nouveau", 2, driver="nouveau")
     (host.root / "usr/lib/simgpu/attach").write_text(_NOUVEAU_ONCE)
     units = host.root / "etc/systemd/system"

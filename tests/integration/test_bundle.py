@@ -20,6 +20,7 @@ from tests.integration.test_ansible import play, task_states
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
+from tests.lab.host import differences
 from tests.lab.sources import source_lines
 from tests.simgpu.cuda_run import build_cuda_run
 
@@ -119,7 +120,8 @@ def apt_files(host: Host) -> dict[str, Any]:
     return host.snapshot("/var/lib/apt", "/var/cache/apt", "/etc/apt")
 
 
-def test_install_without_network_and_a_second_run_without_changes(site: Site, made: Made, cut_off: Host) -> None:
+def test_playbook_installs_without_network_and_the_command_line_agrees(site: Site, made: Made, cut_off: Host) -> None:
+    """From bare by the playbook; a second run, verification and the rollback by the command line."""
     before = apt_files(cut_off)
     without = gpuprov("install", "--hosts", inventory(site, made.kernel))
     assert without.returncode == 1, "the host has a way out, so this test would prove nothing"
@@ -128,13 +130,15 @@ def test_install_without_network_and_a_second_run_without_changes(site: Site, ma
     assert foreseen.returncode == 0, foreseen.stdout
     assert task_states(foreseen)["engine"] == "changed"
     assert (etc(cut_off), packages(cut_off)) == pristine
-    done = install(site, made)
+    refused = by_playbook(site, made, key="A" * 40)
+    assert "the bundle is signed by another key than the one that is pinned" in refused.stdout
+    done = by_playbook(site, made)
     assert done.returncode == 0, done.stdout
+    assert [path.name for path in (cut_off.root / "home/ops/.ansible/tmp").iterdir()] == []
     again = install(site, made)
-    assert again.returncode == 0, again.stdout
-    assert "0 changes" in again.stdout
-    # Copied for the playbook's forecast, and never again.
-    assert [("uploading" in run.stdout) for run in (done, again)] == [False, False]
+    assert again.returncode == 0 and "0 changes" in again.stdout, again.stdout
+    # Copied for the playbook, and never again.
+    assert "uploading" not in again.stdout and "correct horse" not in again.stdout
     gpuprov_succeeds("verify", "--hosts", inventory(site, made.kernel))
     installed = packages(cut_off)
     assert {f"linux-headers-{made.kernel}\t", "docker.io\t", "site-gpu-tools\t", "dkms\t"} <= set(
@@ -142,32 +146,21 @@ def test_install_without_network_and_a_second_run_without_changes(site: Site, ma
     )
     assert DRIVER in cut_off.ssh("nvidia-smi").stdout
     assert _IMAGE in cut_off.ssh("docker images --format '{{.Repository}}:{{.Tag}}'").stdout
-    after = apt_files(cut_off)
-    changed = {path for path in {*before, *after} if before.get(path) != after.get(path)}
-    assert changed <= {"/var/lib/apt/extended_states"}
+    assert differences(before, apt_files(cut_off)) <= {"/var/lib/apt/extended_states"}
     left = [path.name for path in (cut_off.root / "var/cache/gpuprov").iterdir()]
     assert [name for name in left if not name.startswith("agent-") and name != "driver"] == [
         name for name in left if re.fullmatch(r"bundle-[0-9a-f]{32}-\d+\.tar", name)
     ]
     by_the_agent_in_it(cut_off)
+    gpuprov_succeeds("rollback", "--hosts", inventory(site, made.kernel))
+    assert packages(cut_off) == pristine[1]
+    assert not [path for path in differences(pristine[0], etc(cut_off)) if path.startswith("/etc/apt")]
 
 
 def by_playbook(site: Site, made: Made, *words: str, key: str = "") -> subprocess.CompletedProcess[str]:
     """Run site.yml with the bundle, by a user whose sudo asks for a password."""
     given = ("-e", f"gpuprov_play_bundle={made.file}", "-e", f"gpuprov_play_bundle_key={key or made.fingerprint}")
     return play("site", inventory(site, made.kernel), *given, "--skip-tags", "verify", *words)
-
-
-def test_the_playbooks_take_a_bundle(site: Site, made: Made, cut_off: Host) -> None:
-    refused = by_playbook(site, made, key="A" * 40)
-    assert "the bundle is signed by another key than the one that is pinned" in refused.stdout
-    done = by_playbook(site, made)
-    assert done.returncode == 0, done.stdout
-    assert _IMAGE in cut_off.ssh("docker images --format '{{.Repository}}:{{.Tag}}'").stdout
-    assert [path.name for path in (cut_off.root / "home/ops/.ansible/tmp").iterdir()] == []
-    again = install(site, made)
-    assert "0 changes" in again.stdout, again.stdout
-    assert "uploading" not in again.stdout
 
 
 def by_the_agent_in_it(host: Host) -> None:
@@ -178,17 +171,6 @@ def by_the_agent_in_it(host: Host) -> None:
     said = host.ssh("python3 -I /root/agent/gpuprov-agent.pyz", stdin=request + "\n").stdout.splitlines()
     last = json.loads(said[-1])
     assert (last["event"], last["exit_code"], last["changed"]) == ("Finished", 0, 0), said
-
-
-def test_roll_back_of_an_installation_from_a_bundle(site: Site, made: Made, cut_off: Host) -> None:
-    before = (etc(cut_off), packages(cut_off))
-    assert install(site, made).returncode == 0
-    gpuprov_succeeds("rollback", "--hosts", inventory(site, made.kernel))
-    assert packages(cut_off) == before[1]
-    after = etc(cut_off)
-    assert not [
-        path for path in {*before[0], *after} if path.startswith("/etc/apt") and before[0].get(path) != after.get(path)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -241,15 +223,12 @@ def test_a_tampered_bundle_is_refused_before_any_host_is_asked(site: Site, made:
 
 
 def test_same_input_gives_the_same_files_except_the_key(made: Made, tmp_path: Path) -> None:
-    shown = []
-    for name in ("one.tar", "two.tar"):
-        gpuprov_succeeds(*made.words, "-o", tmp_path / name)
-        shown.append(json.loads(gpuprov("bundle", "show", tmp_path / name, "--json").stdout))
+    again = tmp_path / "again.tar"
+    gpuprov_succeeds(*made.words, "-o", again)
+    shown = [json.loads(gpuprov("bundle", "show", file, "--json").stdout) for file in (made.file, again)]
     one, two = ({file["path"]: file["sha256"] for file in manifest["files"]} for manifest in shown)
-    # A key made for each bundle, whose secret half is deleted, and what it signed.
-    assert {path for path in {*one, *two} if one.get(path) != two.get(path)} == {
-        "repository/InRelease", "repository/key.gpg",
-    }  # fmt: skip
+    # A key made for each bundle, whose secret half is deleted, and what it signed. The first has an image, too.
+    assert differences(one, two) & set(two) == {"repository/InRelease", "repository/key.gpg"}
     assert {"keys/site.gpg", "agent/gpuprov-agent.pyz"} <= set(one)
 
 

@@ -6,7 +6,6 @@ installing them would take a minute for each host; what unstable's need changes 
 
 import functools
 import re
-import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -18,8 +17,9 @@ import pytest
 from tests import simgpu
 from tests.integration import docker29
 from tests.integration.doctor_typing import SLEEPER
-from tests.lab import Host, cgroups
+from tests.lab import Host
 from tests.lab.base import build_base
+from tests.lab.drivers import change_kernel_side
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.lab import CACHE, REPOSITORY
 from tests.lab.shell import LabError
@@ -347,12 +347,8 @@ def test_docker_29_gives_mig_devices_and_doctor_names_faults(prepared: Callable[
         "docker run --detach --restart=always --network=none --device nvidia.com/gpu=all --name kept sleeper:1 "
         "/bin/sleep 9999"
     )
-    tree = host.root / "usr/lib/simgpu"
-    for part in ("sys", "proc"):
-        shutil.rmtree(tree / part)
-    simgpu.write_kernel_tree(tree, 2, DRIVER, divided=(1,))
-    cgroups.end_processes(host.cgroup)
-    host.switch_on()
+    change_kernel_side(host, DRIVER, divided=(1,))
+    host.power_cycle()
     # What had its GPUs by CDI has them again, as the boot found them (docker before 28.2: moby, 49989).
     caps = host.ssh("ls /proc/$(docker inspect --format '{{.State.Pid}}' kept)/root/dev/nvidia-caps").stdout.split()
     assert sorted(caps) == sorted(Path(node.path).name for node in simgpu.mig_nodes(1))

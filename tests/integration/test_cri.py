@@ -121,19 +121,15 @@ def test_a_pod_without_the_handler_gets_none(node: Node) -> None:
         node.run("no-such-handler")
 
 
-@pytest.mark.parametrize("by", ["devices", "annotations"])
-def test_a_pod_gets_cdi_devices_from_1_7_on(node: Node, by: str) -> None:
-    """The device plugin's answers of the kinds cdi-cri and cdi-annotations; 1.6 knows neither."""
-    ended = node.run("", **_CDI[by])
-    if node.series == "1.6":
-        assert ended.code == 127, ended
-        return
-    assert (ended.code, gpus(ended.said)) == (0, node.gpus[1:]), ended
+@pytest.mark.parametrize(
+    ("handler", "by"), [("", "devices"), ("", "annotations"), ("nvidia", "devices")], ids=lambda word: word or "none"
+)
+def test_a_pod_gets_cdi_devices_from_1_7_on(node: Node, handler: str, by: str) -> None:
+    """The device plugin's answers of the kinds cdi-cri and cdi-annotations; 1.6 knows neither.
 
-
-def test_the_handler_has_the_gpus_of_cdi_too(node: Node) -> None:
-    """A RuntimeClass beside CDI devices: neither takes from the other."""
-    ended = node.run("nvidia", devices=["nvidia.com/gpu=1"])
+    With a RuntimeClass beside CDI devices, neither takes from the other.
+    """
+    ended = node.run(handler, **_CDI[by])
     expected = (127, []) if node.series == "1.6" else (0, node.gpus[1:])
     assert (ended.code, gpus(ended.said)) == expected, ended
 

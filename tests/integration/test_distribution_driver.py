@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.integration.test_ansible import play, recap
-from tests.integration.test_install import changed_in_etc, etc, packages
+from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
-from tests.lab.host import Snapshot
+from tests.lab.fixtures import Site, events, gpuprov, gpuprov_succeeds
+from tests.lab.host import Snapshot, differences
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _WANTED: dict[str, Any] = {
@@ -128,9 +128,9 @@ def test_a_second_run_and_the_playbook_find_nothing_to_do(site: Site, installed:
     again = gpuprov("install", "--hosts", hosts)
     assert again.returncode == 0 and "nothing to change" in again.stdout, again.stdout
     told = gpuprov("install", "--hosts", hosts, "--json")
-    events = [json.loads(line) for line in told.stdout.splitlines() if line.startswith("{")]
-    assert told.returncode == 0 and [e["changes"] for e in events if e["event"] == "Planned"] == [[]], told.stdout
-    (result,) = events[-1]["hosts"]
+    seen = events(told.stdout)
+    assert told.returncode == 0 and [e["changes"] for e in seen if e["event"] == "Planned"] == [[]], told.stdout
+    (result,) = seen[-1]["hosts"]
     assert (result["changed"], result["versions"]["driver"]) == (0, "550.163.01")
     done = play("site", hosts, "--skip-tags", "verify")
     assert done.returncode == 0 and recap(done, "trixie")["changed"] == 0, done.stdout
@@ -141,7 +141,7 @@ def test_rollback_removes_the_driver(site: Site, installed: Host, before: dict[s
     files, names = before["trixie"]
     assert packages(installed) == names and installed.ssh("apt-mark showhold").stdout == ""
     after = etc(installed)
-    assert changed_in_etc(files, after) <= _ACCOUNTS
+    assert differences(files, after) <= _ACCOUNTS
     accounts = [path for path in sorted(_ACCOUNTS) if not path.endswith("-")]
     new = {line for path in accounts for line in set(after[path][-1].splitlines()) - set(files[path][-1].splitlines())}
     assert {line.partition(b":")[0] for line in new} == {b"nvpd"}
@@ -155,4 +155,4 @@ def test_uninstall_removes_the_driver(site: Site, installed: Host, before: dict[
     gpuprov_succeeds("uninstall", "--hosts", hosts, timeout=600)
     files, names = before["trixie"]
     assert packages(installed) == names and installed.ssh("apt-mark showhold").stdout == ""
-    assert changed_in_etc(files, etc(installed)) <= _ACCOUNTS
+    assert differences(files, etc(installed)) <= _ACCOUNTS

@@ -3,7 +3,6 @@
 Of groups of troubles (tests/unit/doctor/rows_*.py), every `next:` is typed, one after the other, each asked for again.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -23,7 +22,7 @@ from tests.integration.doctor_typing import (
 )
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host, HostRequest
-from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds, running
+from tests.lab.fixtures import DRIVER, Site, events, gpuprov, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.nvidia_toolkit import build_toolkit
 from tests.triplet import LIBRARIES
@@ -41,7 +40,6 @@ from tests.unit.doctor.rows_kernel import GPU_GROUPS
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KEPT = "/root/kept"
-# What a host's own log-ins, clock and daemons change by themselves.
 # What any login changes; and the byte code of gpuprov's own agent, which Python keeps when it loads a module first (on
 # an overlay the folders above it change with it).
 _VOLATILE = re.compile(
@@ -62,7 +60,6 @@ class Trouble:
 TROUBLES = (
     Trouble("nvml-missing", f"mv {LIBRARIES}/libnvidia-ml.so.{DRIVER} {_KEPT}", "gpuprov install"),
     Trouble("library-not-in-cache", "rm /etc/ld.so.cache", "ldconfig"),
-    Trouble("runtime-missing", "rm /usr/bin/gpuprov-container-runtime", "gpuprov install"),
     Trouble("settings-broken", f"mkdir -p /etc/gpuprov; echo 'disable-require = maybe' > {SETTINGS_PATH}",
             f"mv {SETTINGS_PATH} {SETTINGS_PATH}.broken"),
     Trouble("cdi-stale", f"sed -i 's/{DRIVER}/535.261.03/g' /etc/cdi/nvidia.json", "systemctl start gpuprov-refresh"),
@@ -144,10 +141,10 @@ def give_libraries(host: Host) -> None:
 def doctor(site: Site) -> tuple[int, list[dict[str, Any]], dict[str, Any]]:
     """Return the exit code, the causes, and the summary of the host."""
     done = gpuprov("doctor", "--hosts", site.inventory("main"), "--json")
-    events = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    assert events, done.stdout
-    causes = [event for event in events if event.get("event") == "CauseFound"]
-    return done.returncode, causes, events[-1]["hosts"][0]
+    seen = events(done.stdout)
+    assert seen, done.stdout
+    causes = [event for event in seen if event.get("event") == "CauseFound"]
+    return done.returncode, causes, seen[-1]["hosts"][0]
 
 
 def fix(site: Site, host: Host, command: str) -> None:
@@ -204,18 +201,16 @@ def test_verification_is_green_after_all_that_was_typed(site: Site, host: Host) 
     gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("group", CDI_GROUPS, ids=lambda group: group.name)
-def test_so_it_is_with_a_docker_that_reads_cdi_specifications(with_cdi: tuple[Site, Host], group: Group) -> None:
-    type_until_silent(*with_cdi, group)
-    gpuprov_succeeds("verify", "--hosts", with_cdi[0].inventory("new", **group.options))
+_OTHERS = [("with_cdi", group) for group in CDI_GROUPS] + [("with_toolkit", group) for group in TOOLKIT_GROUPS]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("group", TOOLKIT_GROUPS, ids=lambda group: group.name)
-def test_so_it_is_with_nvidias_toolkit(with_toolkit: tuple[Site, Host], group: Group) -> None:
-    type_until_silent(*with_toolkit, group)
-    gpuprov_succeeds("verify", "--hosts", with_toolkit[0].inventory("kit", **group.options))
+@pytest.mark.parametrize(("made", "group"), _OTHERS, ids=lambda one: one if isinstance(one, str) else one.name)
+def test_so_it_is_on_other_hosts(request: pytest.FixtureRequest, made: str, group: Group) -> None:
+    """With a docker that reads CDI specifications, and with NVIDIA's toolkit."""
+    site, host = request.getfixturevalue(made)
+    type_until_silent(site, host, group)
+    gpuprov_succeeds("verify", "--hosts", site.inventory(host.name, **group.options))
 
 
 def test_on_the_machine_itself_and_by_playbook_it_is_the_same(site: Site, host: Host) -> None:

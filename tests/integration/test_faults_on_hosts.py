@@ -18,6 +18,7 @@ import pytest
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.request import Request
 from tests.disk import MEMORY, Disk
+from tests.integration.killed import require_undisturbed
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
@@ -27,8 +28,6 @@ from tests.lab.lab import REPOSITORY
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _NAME = "main"
 _DISK_BYTES = 2 << 30
-# ldconfig rewrites its cache; the entries are the same.
-_SAME_MEANING = {"/etc/ld.so.cache"}
 Stop = dict[str, Any]
 
 
@@ -92,16 +91,6 @@ def state(host: Host) -> tuple[Snapshot, str]:
     return etc(host), packages(host)
 
 
-def assert_whole(site: Site, undisturbed: tuple[Snapshot, str], told: str) -> None:
-    host = site.hosts[_NAME]
-    found = state(host)
-    different = {path for path in {*found[0], *undisturbed[0]} if found[0].get(path) != undisturbed[0].get(path)}
-    assert different <= _SAME_MEANING, told
-    assert found[1] == undisturbed[1], told
-    assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == "", told
-    assert "0 changes" in gpuprov("install", "--hosts", site.inventory(_NAME)).stdout, told
-
-
 def test_after_a_power_cut_the_host_boots_and_the_next_run_ends_as_an_undisturbed_one(site: Site, disk: Disk) -> None:
     """Cut where all of a change is made, and only what was synced by itself is on the disk."""
     host = site.hosts[_NAME]
@@ -119,7 +108,7 @@ def test_after_a_power_cut_the_host_boots_and_the_next_run_ends_as_an_undisturbe
             done = gpuprov("install", "--hosts", site.inventory(_NAME))
             assert done.returncode == 0, f"{kind}:\n{done.stdout}"
             assert "an earlier run was interrupted in" in done.stdout
-            assert_whole(site, undisturbed, kind)
+            require_undisturbed(host, site.inventory(_NAME), undisturbed, kind)
     assert len(cuts) == 4
 
 
@@ -192,4 +181,4 @@ def test_a_fault_in_any_change_is_told_and_the_next_run_goes_on_from_there(site:
     host.storage = host.directory
     host.reset()
     gpuprov_succeeds("install", "--hosts", site.inventory(_NAME))
-    assert_whole(site, found, "after all faults")
+    require_undisturbed(host, site.inventory(_NAME), found, "after all faults")

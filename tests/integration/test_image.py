@@ -10,6 +10,7 @@ import pytest
 
 from tests.lab import Host, HostRequest
 from tests.lab.command_line import GPUPROV
+from tests.lab.drivers import leave_nodes_to_gpuprov
 from tests.lab.fixtures import Site, gpuprov_succeeds, running
 from tests.lab.lab import REPOSITORY
 from tests.lab.shell import wait_for
@@ -151,8 +152,7 @@ def _without_network(root: Path) -> None:
 
 def _with_kernel_that_makes_no_nodes(root: Path) -> None:
     _without_network(root)
-    attach = root / "usr/lib/simgpu/attach"
-    attach.write_text("".join(line for line in attach.read_text().splitlines(True) if "mknod" not in line))
+    leave_nodes_to_gpuprov(root)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.integration.test_ansible import play, recap, task_states
+from tests.integration.test_ansible import play_succeeds, recap, task_states
 from tests.lab import Host, HostRequest, cgroups
 from tests.lab.command_line import GPUPROV
 from tests.lab.fixtures import Site, gpuprov, running
@@ -124,11 +124,9 @@ def test_a_machine_in_use_is_not_made_an_image_by_mistake(doors: Site) -> None:
 def test_the_playbook_makes_the_image_and_cleans_it_last(doors: Site) -> None:
     host = doors.fresh("played")
     inventory = doors.inventory("played", gpuprov_target="image", **_LIBRARIES)
-    done = play("site", inventory, "--check")
-    assert done.returncode == 0, done.stdout
+    play_succeeds("site", inventory, "--check")
     assert (host.root / "etc/ssh/ssh_host_ed25519_key").exists()
-    done = play("site", inventory)
-    assert done.returncode == 0, done.stdout
+    done = play_succeeds("site", inventory)
     assert list(task_states(done))[-1] == "image" and task_states(done)["image"] == "changed", done.stdout
     assert recap(done, "played")["failed"] == 0
     assert (host.root / "etc/machine-id").read_bytes() == b""

@@ -3,15 +3,14 @@
 The stand-in's daemons read the genuine files, and its control program asks all nodes (tests/imex_stand_in.py).
 """
 
-import hashlib
 import shutil
 from pathlib import Path
 
 import pytest
 
-from tests import simgpu
 from tests.gpg import gpg_home
 from tests.imex_stand_in import package_files
+from tests.lab.drivers import driver_variables, load_driver
 from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
 from tests.lab.host import Host
 from tests.lab.repository import build_package, build_repository, sign, stand_in
@@ -43,20 +42,18 @@ def repository(site: Site, tmp_path_factory: pytest.TempPathFactory) -> dict[str
 
 def load(site: Site, name: str, version: str) -> None:
     """Have the container host of a host load this driver, which has IMEX channels."""
-    tree = site.hosts[name].root / "usr/lib/simgpu/proc"
-    loaded, devices = tree / "driver/nvidia/version", (tree / "devices").read_text()
-    loaded.write_text(loaded.read_text().replace(OLD, version).replace(DRIVER, version))
+    load_driver(site.hosts[name], version)
+    path = site.hosts[name].root / "usr/lib/simgpu/proc/devices"
+    devices = path.read_text()
     if "imex" not in devices:
-        (tree / "devices").write_text(devices.replace("\n\nBlock", "\n239 nvidia-caps-imex-channels\n\nBlock"))
+        path.write_text(devices.replace("\n\nBlock", "\n239 nvidia-caps-imex-channels\n\nBlock"))
 
 
 def inventory(site: Site, repository: dict[str, str], version: str) -> Path:
     """Write an inventory with a domain of the hosts and a driver."""
-    file = simgpu.build_run(site.lab.www, version)
     return site.inventory(
-        *HOSTS, gpuprov_driver_version=version, gpuprov_driver_url=f"{site.lab.url}/{file.name}",
-        gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(), gpuprov_packages=None,
-        gpuprov_repositories=None, gpuprov_imex="service", gpuprov_imex_domain="rack1", **repository,
+        *HOSTS, **driver_variables(site.lab, version), gpuprov_packages=None, gpuprov_repositories=None,
+        gpuprov_imex="service", gpuprov_imex_domain="rack1", **repository,
     )  # fmt: skip
 
 

@@ -4,39 +4,38 @@ import contextlib
 import random
 import signal
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.integration.killed import held_at, journal_lines, kill_at
+from tests.integration.killed import held_at, journal_lines, kill_at, require_undisturbed
 from tests.integration.test_host_program import bare_host
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.command_line import GPUPROV
-from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, patience
+from tests.lab.fixtures import Site, gpuprov, gpuprov_started, gpuprov_succeeds
 from tests.lab.shell import wait_for
 from tools import host_program
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _KILLS = 10
 _KILLED = ("main", "twin")
-# What the installer itself dates or what a cut-off run cannot help leaving in other order.
-_ORDER = {"/etc/ld.so.cache"}
-# Such that it does not match the command that looks for it.
 # Of the journal's lines, at which a run is far from its beginning and its end.
 _IN_THE_MIDDLE = 5
+# Such that it does not match the command that looks for it.
 _AGENT = "agent-[0-9a-f]*[.]pyz"
 # It spares root by default, who logs in here.
 _LOGIND = "[Login]\nKillUserProcesses=yes\nKillExcludeUsers=nobody\n"
 
 
 def start(site: Site, host: str) -> subprocess.Popen[str]:
-    """Start an installation and return at once."""
-    words = ("install", "--hosts", str(site.inventory(host)))
-    argv = [str(GPUPROV), *words, *patience(words)]
-    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return gpuprov_started("install", "--hosts", site.inventory(host))
+
+
+def require_completed(site: Site, host: Host) -> None:
+    """The agent of a run that nobody watches any more ends, and has made all changes."""
+    wait_for("the agent's end", lambda: host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode != 0)
+    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
 
 
 def test_killed_at_ten_moments_the_next_run_ends_as_an_undisturbed_one(site: Site) -> None:
@@ -66,12 +65,7 @@ def killed_and_again(site: Site, name: str, index: int) -> None:
         told = f"{name} at line {line}, in a command: {in_command}"
         done = gpuprov("install", "--hosts", inventory)
         assert done.returncode == 0, f"{told}:\n{done.stdout}"
-        found = (etc(host), packages(host))
-        different = {path for path in {*found[0], *undisturbed[0]} if found[0].get(path) != undisturbed[0].get(path)}
-        assert different <= _ORDER, told
-        assert found[1] == undisturbed[1], told
-        assert host.ssh("find / -xdev -name '.*.gpuprov' -not -path '/proc/*'").stdout == "", told
-        assert f"{name}: 0 changes" in gpuprov("install", "--hosts", inventory).stdout, told
+        require_undisturbed(host, inventory, undisturbed, told)
 
 
 def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
@@ -81,10 +75,7 @@ def test_a_dropped_connection_does_not_end_the_work(site: Site) -> None:
         process.communicate()
         # As if the network were gone: the server's side of all connections ends too.
         host.ssh("pkill -9 -f 'sshd: root@notty'", check=False)
-    deadline = time.monotonic() + 120
-    while host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    require_completed(site, host)
 
 
 def test_the_end_of_the_login_does_not_end_the_work(site: Site) -> None:
@@ -100,10 +91,7 @@ def test_the_end_of_the_login_does_not_end_the_work(site: Site) -> None:
         process.communicate()
         host.ssh("pkill -9 -f 'sshd: root@notty'", check=False)
         wait_for("the login has ended", lambda: host.ssh(f"systemctl is-active {scope}", check=False).returncode != 0)
-    deadline = time.monotonic() + 120
-    while host.ssh(f"pgrep -f '{_AGENT}'", check=False).returncode == 0 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "main: 0 changes" in gpuprov("install", "--hosts", site.inventory("main")).stdout
+    require_completed(site, host)
 
 
 def test_the_second_of_two_runs_names_who_holds_the_lock(site: Site) -> None:
@@ -138,14 +126,20 @@ HOLD_DPKG = (
 HERE = f"cd /root && exec python3 {host_program.NAME} install"
 
 
+def start_here(host: Host) -> subprocess.Popen[str]:
+    """Start the one-file program on the host itself."""
+    argv = (*host.ssh_argv(), HERE)
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
 @contextlib.contextmanager
-def waiting_for_dpkg(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Popen[str]]:
-    """Start a run and yield it once its plan is printed and it waits."""
+def waiting_for_dpkg(host: Host, begin: Callable[[], subprocess.Popen[str]]) -> Iterator[subprocess.Popen[str]]:
+    """Begin a run and yield it once its plan is printed and it waits."""
     holding = (*host.ssh_argv("root"), f'python3 -c "{HOLD_DPKG}"')
     with subprocess.Popen(holding, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        with begin() as process:
             assert process.stdout is not None
             seen = ""
             while "holds the package manager's lock" not in seen:
@@ -160,7 +154,7 @@ def waiting_for_dpkg(host: Host, argv: Sequence[str]) -> Iterator[subprocess.Pop
 def test_ctrl_c_after_the_plan_changes_nothing_on_this_machine(site: Site, number: int) -> None:
     host = bare_host("bullseye", site)
     before = etc(host)
-    with waiting_for_dpkg(host, (*host.ssh_argv("root"), HERE)) as process:
+    with waiting_for_dpkg(host, lambda: start_here(host)) as process:
         host.ssh(f"pkill -{int(number)} -f '[g]puprov-host.pyz'")
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + number, output
@@ -171,8 +165,7 @@ def test_ctrl_c_after_the_plan_changes_nothing_on_this_machine(site: Site, numbe
 
 def test_ctrl_c_between_two_changes_says_what_is_done_on_this_machine(site: Site) -> None:
     host = bare_host("bullseye", site)
-    argv = (*host.ssh_argv("root"), HERE)
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with start_here(host) as process:
         with held_at(host, process, _IN_THE_MIDDLE):
             host.ssh("pkill -INT -f '[g]puprov-host.pyz'")
         output, _ = process.communicate(timeout=120)
@@ -186,8 +179,7 @@ def test_ctrl_c_between_two_changes_says_what_is_done_on_this_machine(site: Site
 def test_ctrl_c_over_ssh_while_a_host_is_looked_at_changes_nothing(site: Site) -> None:
     host = site.fresh("main")
     before = etc(host)
-    words = ("install", "--hosts", str(site.inventory("main")))
-    with waiting_for_dpkg(host, (str(GPUPROV), *words, *patience(words))) as process:
+    with waiting_for_dpkg(host, lambda: start(site, "main")) as process:
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGINT, output

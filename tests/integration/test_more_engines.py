@@ -6,7 +6,8 @@ import pytest
 
 from tests.integration.test_ansible import play, recap
 from tests.lab import Host
-from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
+from tests.lab.fixtures import Site, events, gpuprov, gpuprov_succeeds
+from tests.lab.host import differences
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 _DUMP = "containerd config dump | grep -c 'BinaryName = .*/usr/bin/gpuprov-container-runtime' || true"
@@ -26,9 +27,8 @@ def without_docker(site: Site, name: str) -> Host:
 
 def test_a_real_containerd_is_told_and_docker_lives_on(site: Site) -> None:
     host = site.installed("main")
-    before = host.ssh(
-        "cat /etc/containerd/config.toml 2>/dev/null | sha256sum; systemctl show -p MainPID docker"
-    ).stdout
+    state = "cat /etc/containerd/config.toml 2>/dev/null | sha256sum; systemctl show -p MainPID docker"
+    before = host.ssh(state).stdout
     assert host.ssh(_DUMP).stdout.strip() == "0"
     inventory = site.inventory("main", gpuprov_engines=["containerd"])
     done = gpuprov_succeeds("install", "--hosts", inventory)
@@ -39,8 +39,7 @@ def test_a_real_containerd_is_told_and_docker_lives_on(site: Site) -> None:
     verified = gpuprov_succeeds("verify", "--hosts", inventory)
     assert "main: containers see this host's GPUs: docker, containerd" in verified.stdout
     gpuprov_succeeds("rollback", "--hosts", inventory)
-    after = host.ssh("cat /etc/containerd/config.toml 2>/dev/null | sha256sum; systemctl show -p MainPID docker").stdout
-    assert after == before
+    assert host.ssh(state).stdout == before
     missing = gpuprov("install", "--hosts", site.inventory("main", gpuprov_engines=["crio"]))
     assert missing.returncode == 1
     assert "crio is not installed" in missing.stdout
@@ -57,21 +56,19 @@ def test_a_host_with_podman_and_containerd_alone_is_provisioned_and_given_back(s
     gpuprov_succeeds("install", "--hosts", inventory)
     assert host.ssh("command -v dockerd", check=False).stdout == ""
     assert "0 changes" in gpuprov("install", "--hosts", inventory).stdout
-    lines = gpuprov("verify", "--hosts", inventory, "--json").stdout.splitlines()
-    events = [json.loads(line) for line in lines]
-    checks = {event["name"]: event for event in events if event.get("event") == "CheckDone"}
+    told = events(gpuprov("verify", "--hosts", inventory, "--json").stdout)
+    checks = {event["name"]: event for event in told if event.get("event") == "CheckDone"}
     # The simulated GPUs compute nothing.
     others = {name: check for name, check in checks.items() if check["status"] != "ok"}
     assert set(others) == {"containerd, CUDA kernel", "podman, CUDA kernel"}, others
     for engine in ("containerd", "podman"):
         assert checks[f"{engine}, all GPUs"]["in_container"] == "2 GPUs, every field the same"
         assert checks[f"{engine}, one GPU"]["engine"] == engine
-    summaries = [event["summary"] for event in events if event.get("event") == "Finished"]
+    summaries = [event["summary"] for event in told if event.get("event") == "Finished"]
     assert summaries == ["containers see this host's GPUs: containerd, podman"]
     gpuprov_succeeds("doctor", "--hosts", inventory)
     gpuprov_succeeds("rollback", "--hosts", inventory)
-    after = host.snapshot()
-    different = {path for path in {*before, *after} if before.get(path) != after.get(path)}
+    different = differences(before, host.snapshot())
     # What packages leave behind when they are removed: caches, accounts, configuration that only a purge takes.
     assert not [path for path in different if "nvidia" in path or "gpuprov" in path or "containerd" in path], different
     assert host.ssh("systemctl is-active containerd").stdout == "active\n"

@@ -14,9 +14,9 @@ import pytest
 
 from gpuprov.packages.keys import dearmored, fingerprints
 from tests.integration.test_install import etc, packages
-from tests.integration.test_uninstall import differences
 from tests.lab import Host, HostRequest
 from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds, running
+from tests.lab.host import differences
 from tests.lab.nvidia_docker import DOCKER1, PACKAGES_OF_2, PROXY, SOURCES, build_retired
 from tests.lab.nvidia_toolkit import NAMES, build_toolkit
 from tests.lab.repository import make_key

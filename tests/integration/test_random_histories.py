@@ -11,10 +11,10 @@ import pytest
 
 from gpuprov.core.journal import read_runs
 from gpuprov.core.system import System
-from tests.integration.test_install import BREAKAGES, changed_in_etc, etc, packages
+from tests.integration.test_install import BREAKAGES, etc, packages
 from tests.lab import Host
 from tests.lab.fixtures import Site, gpuprov
-from tests.lab.host import Snapshot
+from tests.lab.host import Snapshot, differences
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 
@@ -112,7 +112,7 @@ class History:
         assert action == "rollback" or self.undoable == 0, self.steps
         if self.undoable == 0:
             now = self.state()
-            assert (changed_in_etc(self.first[0], now[0]), now[1]) == (set(), self.first[1]), self.steps
+            assert (differences(self.first[0], now[0]), now[1]) == (set(), self.first[1]), self.steps
         # What somebody wrote after an undone run is undone with it.
         self.keys = {name: value for name, value in _KEYS.items() if name in self.daemon_json()}
 

@@ -1,7 +1,6 @@
 """A driver replaced by another hand and not yet booted: every command says it, and nothing is made on the host."""
 
 import re
-import shutil
 
 import pytest
 
@@ -9,6 +8,7 @@ from tests import simgpu
 from tests.integration.doctor_typing import SLEEPER
 from tests.lab import Host
 from tests.lab.command_line import GPUPROV
+from tests.lab.drivers import bring_run_files, install_by_hand
 from tests.lab.fixtures import DRIVER, Site
 from tests.lab.shell import wait_for
 
@@ -35,14 +35,9 @@ def host(site: Site) -> Host:
     found = site.installed("main")
     found.ssh(SLEEPER)
     found.ssh("docker run --detach --network=none --gpus all --name before sleeper:1 /bin/sleep 9999")
-    for version in (DRIVER, _NEWER):
-        shutil.copyfile(simgpu.build_run(site.lab.www, version), found.root / f"root/{version}.run")
-    _replace(found, _NEWER)
+    bring_run_files(site.lab, found, _NEWER)
+    install_by_hand(found, _NEWER)
     return found
-
-
-def _replace(host: Host, version: str) -> None:
-    host.ssh(f"sh /root/{version}.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
 
 
 def test_each_command_says_the_same_and_nothing_is_made_on_the_host(host: Host) -> None:
@@ -66,6 +61,6 @@ def test_once_module_and_files_agree_containers_start_without_anybody(host: Host
     """The path unit sees the libraries, and refreshes the specification."""
     tree = host.root / "usr/lib/simgpu"
     simgpu.write_kernel_tree(tree, 2, _NEWER)
-    _replace(host, _NEWER)
+    install_by_hand(host, _NEWER)
     wait_for("a start", lambda: host.ssh(_ASKS["the hook"], check=False).returncode == 0)
     assert _NEWER in host.ssh("cat /etc/cdi/nvidia.json").stdout

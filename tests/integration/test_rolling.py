@@ -1,18 +1,15 @@
 """A rolling driver upgrade over four real hosts: drained one batch after the other, and one drain fails."""
 
-import hashlib
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import simgpu
 from tests.files import put
-from tests.integration.test_ansible import play
-from tests.lab.command_line import GPUPROV
-from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
+from tests.integration.test_ansible import play, play_succeeds
+from tests.lab.drivers import driver_variables, load_driver
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_started, gpuprov_succeeds
 from tests.lab.shell import wait_for
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.slow]
@@ -27,15 +24,10 @@ if [ "$1" = drain ] && grep -qx "$2" {folder}/refused; then echo "error: $2 has 
 
 def inventory(site: Site, version: str, **more: Any) -> Path:
     """Write an inventory that asks for a driver, which the hosts' kernel has already: it is the container host's."""
-    file = simgpu.build_run(site.lab.www, version)
     for name in HOSTS:
-        outside = site.hosts[name].root / "usr/lib/simgpu/proc/driver/nvidia/version"
-        outside.write_text(outside.read_text().replace(OLD, version).replace(DRIVER, version))
-    return site.inventory(
-        *HOSTS, gpuprov_driver_version=version, gpuprov_driver_url=f"{site.lab.url}/{file.name}",
-        gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-        **{"gpuprov_packages": None, "gpuprov_repositories": None, **more},
-    )  # fmt: skip
+        load_driver(site.hosts[name], version)
+    without = {"gpuprov_packages": None, "gpuprov_repositories": None}
+    return site.inventory(*HOSTS, **driver_variables(site.lab, version), **{**without, **more})
 
 
 def driver(site: Site, name: str) -> str:
@@ -103,9 +95,7 @@ def test_run_resumes_after_a_killed_controller(site: Site, tmp_path: Path, monke
         "--window", "00:00-24:00 UTC",
         "--before-host", f"{script} drain {{host}}", "--after-host", f"{script} undrain {{host}}",
     )  # fmt: skip
-    with subprocess.Popen(
-        [str(GPUPROV), *map(str, words), "--connect-timeout", "60"], stdout=subprocess.DEVNULL
-    ) as run:
+    with gpuprov_started(*words) as run:
         wait_for("the command after the change", (tmp_path / "held").exists, 300)
         run.kill()
     hold.unlink()
@@ -172,8 +162,7 @@ def test_a_playbook_takes_back_a_driver_that_is_not_green(site: Site) -> None:
     assert "rolled back, and verify is green now; before: " in failed.stdout, failed.stdout
     assert host.ssh(state).stdout == before
     host.ssh("rm /etc/apt/apt.conf.d/99site")
-    done = play("upgrade", inventory(site, DRIVER, **more), *words)
-    assert done.returncode == 0, done.stdout
+    play_succeeds("upgrade", inventory(site, DRIVER, **more), *words)
     assert driver(site, "main") == DRIVER
 
 
@@ -205,7 +194,6 @@ def test_a_playbooks_hooks_do_the_same(site: Site, tmp_path: Path) -> None:
     assert failed.returncode != 0 and calls.read_text() == "drain main\n", failed.stdout
     assert driver(site, "main") == DRIVER
     refused.write_text("")
-    done = play("site", hosts, *limit)
-    assert done.returncode == 0, done.stdout
+    play_succeeds("site", hosts, *limit)
     assert calls.read_text().splitlines() == ["drain main", "drain main", "undrain main"]
     assert driver(site, "main") == OLD

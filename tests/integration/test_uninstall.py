@@ -1,7 +1,6 @@
 """Off a real host again: after runs, verification and containers, nothing of gpuprov is left."""
 
 import re
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,17 +8,14 @@ import pytest
 from tests.integration.killed import kill_at
 from tests.integration.test_install import etc, packages
 from tests.lab import Host
-from tests.lab.command_line import GPUPROV
-from tests.lab.fixtures import Site, gpuprov, gpuprov_succeeds
-from tests.lab.host import Snapshot
+from tests.lab.fixtures import Site, gpuprov, gpuprov_started, gpuprov_succeeds
+from tests.lab.host import differences
 
 pytestmark = [pytest.mark.lab, pytest.mark.root]
 # Where package managers, systemd and docker keep their own accounts.
 _ACCOUNTS = re.compile(r"^/var/(lib/(apt|dpkg|docker|containerd|systemd|private)|cache/(apt|ldconfig|debconf))\b")
 _FILES = "find /usr /var/lib /var/cache /opt /srv /root /home -xdev -printf '%p %M %U:%G %l\\n' | sort"
 _IN_MEMORY = "find /dev -name '*nvidia*' -printf '%p %l\\n'; find /dev/char -lname '*nvidia*'; find /run/gpuprov"
-# ldconfig rewrites its cache; the entries are the same.
-_SAME_MEANING = {"/etc/ld.so.cache"}
 
 
 def files(host: Host) -> set[str]:
@@ -30,18 +26,31 @@ def in_memory(host: Host) -> str:
     return host.ssh(_IN_MEMORY, check=False).stdout
 
 
-def differences(before: Snapshot, after: Snapshot) -> set[str]:
-    return {path for path in {*before, *after} if before.get(path) != after.get(path)} - _SAME_MEANING
-
-
 def install_and_use(site: Site) -> None:
     """Two runs with different wishes; verification, and a container by each of docker's two ways."""
     gpuprov_succeeds("install", "--hosts", site.inventory("main", gpuprov_packages=None))
     host = site.hosts["main"]
     gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
+    require_running_containers_are_named(site, host)
     gpuprov_succeeds("install", "--hosts", site.inventory("main", gpuprov_docker_default_runtime=True))
     assert "site-gpu-tools" in packages(host) and "nvidia" in in_memory(host)
     assert host.ssh("docker images -q gpuprov-verify").stdout
+
+
+def require_running_containers_are_named(site: Site, host: Host) -> None:
+    """Nothing is touched while containers run, or would be started again."""
+    image = host.ssh("docker images -q gpuprov-verify").stdout.strip()
+    asks = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all"
+    host.ssh(f"docker run -d --name trainer {asks} {image} sh -c 'read x < /dev/zero'")
+    host.ssh(f"docker run -d --name server --gpus all --restart always {image} sh -c 'read x < /dev/zero'")
+    before = etc(host)
+    refused = gpuprov("uninstall", "--hosts", site.inventory("main"))
+    assert refused.returncode == 1
+    assert "docker stop trainer," in refused.stdout
+    assert "seen: docker inspect: server (restart: always)" in refused.stdout
+    assert "docker stop server," in refused.stdout
+    assert etc(host) == before
+    host.ssh("docker rm -f trainer server")
 
 
 def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
@@ -68,26 +77,6 @@ def test_nothing_is_left_and_all_else_is_as_before(site: Site) -> None:
     assert etc(host).keys() == installed.keys()
 
 
-def test_a_running_container_is_named_and_nothing_is_touched(site: Site) -> None:
-    host = site.hosts["main"]
-    gpuprov_succeeds("install", "--hosts", site.inventory("main"))
-    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
-    image = host.ssh("docker images -q gpuprov-verify").stdout.strip()
-    asks = "--runtime=nvidia -e NVIDIA_VISIBLE_DEVICES=all"
-    host.ssh(f"docker run -d --name trainer {asks} {image} sh -c 'read x < /dev/zero'")
-    host.ssh(f"docker run -d --name server --gpus all --restart always {image} sh -c 'read x < /dev/zero'")
-    before = etc(host)
-    try:
-        refused = gpuprov("uninstall", "--hosts", site.inventory("main"))
-        assert refused.returncode == 1
-        assert "docker stop trainer," in refused.stdout
-        assert "seen: docker inspect: server (restart: always)" in refused.stdout
-        assert "docker stop server," in refused.stdout
-        assert etc(host) == before
-    finally:
-        host.ssh("docker rm -f trainer server")
-
-
 def test_a_killed_uninstall_is_resumed(site: Site) -> None:
     """Early on one host, later on another, at once: much of a run is waiting."""
     with ThreadPoolExecutor(2) as pool:
@@ -99,8 +88,7 @@ def uninstall_killed_and_again(site: Site, name: str, undone: int) -> None:
     host, inventory = site.fresh(name), site.inventory(name)
     before = (etc(host), packages(host))
     gpuprov_succeeds("install", "--hosts", inventory)
-    argv = [str(GPUPROV), "uninstall", "--hosts", str(inventory), "--connect-timeout", "60"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with gpuprov_started("uninstall", "--hosts", inventory) as process:
         kill_at(host, process, undone, word='"undone"')
         process.communicate(timeout=120)
     gpuprov_succeeds("uninstall", "--hosts", inventory)

@@ -1,6 +1,5 @@
 """A host that an earlier version installed: the present one upgrades it, rolls back both runs, and uninstalls."""
 
-import hashlib
 import io
 import json
 import os
@@ -17,10 +16,11 @@ from tests import simgpu
 from tests.integration.doctor_typing import SLEEPER
 from tests.integration.killed import kill_when
 from tests.integration.test_install import etc, packages
-from tests.integration.test_uninstall import differences, files, in_memory
+from tests.integration.test_uninstall import files, in_memory
 from tests.lab import Host
-from tests.lab.command_line import GPUPROV
-from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_succeeds
+from tests.lab.drivers import driver_variables, load_driver
+from tests.lab.fixtures import DRIVER, Site, gpuprov, gpuprov_started, gpuprov_succeeds
+from tests.lab.host import differences
 from tests.lab.shell import wait_for
 from tools.zipapps import locked, wheels
 
@@ -80,14 +80,8 @@ def calls(site: Site, *commands: str) -> None:
         assert done.returncode == 0, f"{command}: {done.stdout}"
 
 
-@pytest.mark.parametrize(
-    ("commit", "back"),
-    [
-        ("57c247a", ("rollback", "rollback", "uninstall")),
-        ("9c33d30", ("rollback", "rollback", "uninstall")),
-    ],
-)  # fmt: skip
-def test_upgrade_from_older_version(site: Site, trees: Mapping[str, Path], commit: str, back: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("commit", _EARLIER)
+def test_upgrade_from_older_version(site: Site, trees: Mapping[str, Path], commit: str) -> None:
     host = site.hosts["main"]
     host.reset()
     before = (etc(host), packages(host), files(host), in_memory(host))
@@ -98,7 +92,7 @@ def test_upgrade_from_older_version(site: Site, trees: Mapping[str, Path], commi
     assert formats(host) == [_EARLIER[commit], 2]
     again = gpuprov("install", "--hosts", site.inventory("main"))
     assert again.returncode == 0 and len(formats(host)) == 2, again.stdout
-    calls(site, *back)
+    calls(site, "rollback", "rollback", "uninstall")
     after = (etc(host), packages(host), files(host), in_memory(host))
     assert differences(before[0], after[0]) == set()
     assert after[1:] == before[1:]
@@ -143,11 +137,10 @@ def test_a_rollback_restores_the_driver_that_an_upgrade_replaced(site: Site) -> 
     # No server has the file any more, and the rollback is killed while the installer works.
     (site.lab.www / simgpu.run_name(_OLD)).unlink()
     mark = host.root / "var/lib/gpuprov/driver-incomplete"
-    argv = [str(GPUPROV), "rollback", "--hosts", str(newer), "--connect-timeout", "60"]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+    with gpuprov_started("rollback", "--hosts", newer) as process:
         kill_when(host, process, lambda: mark.exists() and mark.read_text().strip() == _OLD)
         process.communicate(timeout=120)
-    outside(site, _OLD)
+    load_driver(host, _OLD)
     calls(site, "rollback")
     assert (host.ssh(libraries).stdout, host.ssh("cat /etc/cdi/nvidia.json").stdout) == before
     gpuprov_succeeds("verify", "--hosts", with_driver(site, _OLD))
@@ -155,18 +148,9 @@ def test_a_rollback_restores_the_driver_that_an_upgrade_replaced(site: Site) -> 
 
 def with_driver(site: Site, version: str) -> Path:
     """Return an inventory that asks for this driver, which the container host has already."""
-    file = simgpu.build_run(site.lab.www, version)
-    outside(site, version)
-    return site.inventory(
-        "main", gpuprov_packages=None, gpuprov_repositories=None, gpuprov_driver_version=version,
-        gpuprov_driver_url=f"{site.lab.url}/{file.name}",
-        gpuprov_driver_sha256=hashlib.sha256(file.read_bytes()).hexdigest(),
-    )  # fmt: skip
-
-
-def outside(site: Site, version: str) -> None:
-    loaded = site.hosts["main"].root / "usr/lib/simgpu/proc/driver/nvidia/version"
-    loaded.write_text(loaded.read_text().replace(_OLD, version).replace(DRIVER, version))
+    load_driver(site.hosts["main"], version)
+    variables = driver_variables(site.lab, version)
+    return site.inventory("main", gpuprov_packages=None, gpuprov_repositories=None, **variables)
 
 
 # What opening the node in a container says: of the simulated driver if the cgroup allows it.
@@ -176,7 +160,7 @@ CAT_IMAGE = (
     "docker import - sleeper:1; podman import /root/image.tar sleeper:1; rm /root/image.tar"
 )
 # podman in a host of the lab: no pids controller, and bookworm's crun does not start there.
-PODMAN_CONF = '[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "systemd"\nruntime = "runc"\n'
+_PODMAN_CONF = '[containers]\npids_limit = 0\n[engine]\ncgroup_manager = "systemd"\nruntime = "runc"\n'
 # With CAP_MKNOD, a container may make any node; the cgroup decides whether it opens.
 _OTHER_NODE = (
     "pid=$(docker inspect -f '{{.State.Pid}}' by-one); mknod /proc/$pid/root/n0 c 195 0; "
@@ -190,6 +174,13 @@ WAYS = {
 }
 
 
+def install_podman(host: Host) -> None:
+    host.add_archive()
+    host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
+    host.ssh("mkdir -p /etc/containers/containers.conf.d")
+    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=_PODMAN_CONF)
+
+
 def opened(host: Host) -> dict[str, str]:
     """Return what each container gets when it opens a GPU's node."""
     execs = ((name, words.split()[0]) for name, words in WAYS.items())
@@ -198,7 +189,7 @@ def opened(host: Host) -> dict[str, str]:
     return {name: line.rpartition(": ")[2] for name, line in zip(WAYS, said)}
 
 
-@pytest.mark.parametrize("commit", ["57c247a", "9c33d30"])
+@pytest.mark.parametrize("commit", _EARLIER)
 def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: Mapping[str, Path], commit: str) -> None:
     """And verify and doctor take the host of the earlier version for what it is: one that works.
 
@@ -206,10 +197,7 @@ def test_running_containers_keep_their_gpus_over_an_upgrade(site: Site, trees: M
     """
     host = site.hosts["main"]
     host.reset()
-    host.add_archive()
-    host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
-    host.ssh("mkdir -p /etc/containers/containers.conf.d")
-    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)
+    install_podman(host)
     before = (etc(host), packages(host), files(host))
     inventory = site.inventory("main")
     install_by(trees[commit], inventory)

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests import simgpu
 from tests.integration.test_install import etc, packages
-from tests.integration.test_uninstall import differences, files, in_memory
-from tests.integration.test_upgrade import CAT_IMAGE, PODMAN_CONF, WAYS, install_by, outside, unpacked, with_driver
-from tests.lab import cgroups
-from tests.lab.fixtures import DRIVER, Site, gpuprov
-from tests.lab.host import Snapshot
+from tests.integration.test_uninstall import files, in_memory
+from tests.integration.test_upgrade import CAT_IMAGE, WAYS, install_by, install_podman, unpacked, with_driver
+from tests.lab.drivers import bring_run_files, change_kernel_side, install_by_hand, leave_nodes_to_gpuprov, load_driver
+from tests.lab.fixtures import DRIVER, Site, events, gpuprov
+from tests.lab.host import Snapshot, differences
 
 pytestmark = [pytest.mark.lab, pytest.mark.root, pytest.mark.long]
 _EARLIER = "57c247a"
@@ -72,14 +70,10 @@ class Year:
         return done.stdout
 
     def reboot(self, driver: str, gpus: int) -> None:
-        """Pull the plug, for a shutdown would wait for the containers; the kernel comes up with this driver."""
+        """Boot; the kernel comes up with this driver."""
         self.driver, self.gpus = driver, gpus
-        cgroups.end_processes(self.host.cgroup)
-        tree = self.host.root / "usr/lib/simgpu"
-        for part in ("sys", "proc"):
-            shutil.rmtree(tree / part)
-        simgpu.write_kernel_tree(tree, gpus, driver)
-        self.host.switch_on()
+        change_kernel_side(self.host, driver, gpus)
+        self.host.power_cycle()
 
     def whole(self) -> dict[str, str]:
         """Return what containers have when they have all that they ask for, as `containers` returns it."""
@@ -97,7 +91,7 @@ class Year:
         """Compare containers, verify and doctor with what the host is."""
         assert self.containers() == {**self.whole(), **seen.containers}, when
         verify, doctor = (
-            _events(gpuprov(one, "--json", "--hosts", self.inventory).stdout) for one in ("verify", "doctor")
+            events(gpuprov(one, "--json", "--hosts", self.inventory).stdout) for one in ("verify", "doctor")
         )
         failed = {one["name"] for one in verify if one["event"] == "CheckDone" and one["status"] == "failed"}
         # Root causes, without what keeps no container from its GPUs.
@@ -110,10 +104,6 @@ class Year:
 
     def state(self) -> tuple[Snapshot, str, set[str]]:
         return etc(self.host), packages(self.host), {one for one in files(self.host) if not _OWN.match(one)}
-
-
-def _events(printed: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
 
 
 @dataclass(frozen=True)
@@ -140,13 +130,13 @@ class Step:
 
 def _driver_by_gpuprov(year: Year) -> None:
     # In a container, the module is the container host's.
-    outside(year.site, DRIVER)
+    load_driver(year.host, DRIVER)
     year.inventory = with_driver(year.site, DRIVER)
     year.call("install")
 
 
 def _driver_by_hand(year: Year) -> None:
-    year.host.ssh(f"sh /root/{_NEWER}.run --silent --no-kernel-modules --no-install-libglvnd", timeout=300)
+    install_by_hand(year.host, _NEWER)
 
 
 def _nothing(year: Year) -> None: ...
@@ -209,11 +199,7 @@ def test_a_host_over_a_year(site: Site, tmp_path: Path) -> None:
 def _equip(year: Year) -> None:
     """Bring podman, an image, and what the year needs; a boot makes no device nodes but by gpuprov."""
     host = year.host
-    host.add_archive()
-    host.ssh("apt-get -q update && apt-get install -qy --no-install-recommends podman")
-    host.ssh("mkdir -p /etc/containers/containers.conf.d")
-    host.ssh("cat > /etc/containers/containers.conf.d/10-lab.conf", stdin=PODMAN_CONF)
+    install_podman(host)
     host.ssh(f"systemctl enable podman-restart; {CAT_IMAGE}; rm -rf /dev/nvidia* /dev/char/195:*")
-    shutil.copyfile(simgpu.build_run(year.site.lab.www, _NEWER), host.root / f"root/{_NEWER}.run")
-    attach = host.root / "usr/lib/simgpu/attach"
-    attach.write_text("".join(line for line in attach.read_text().splitlines(keepends=True) if "mknod" not in line))
+    bring_run_files(year.site.lab, host, _NEWER)
+    leave_nodes_to_gpuprov(host.root)

@@ -1,7 +1,7 @@
 """The lab for pytest: hosts that boot when a test asks for them, and the command line as a user would type it."""
 
 import contextlib
-import hashlib
+import json
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,6 +13,8 @@ import yaml
 
 from tests import simgpu
 from tests.lab import command_line
+from tests.lab.command_line import GPUPROV
+from tests.lab.drivers import driver_variables
 from tests.lab.host import Host, HostRequest
 from tests.lab.lab import REPOSITORY, Lab, free_lab
 from tests.lab.rpm_repository import build_rpm_repository
@@ -120,6 +122,17 @@ def gpuprov_succeeds(*words: object, timeout: float = 300) -> subprocess.Complet
     return done
 
 
+def gpuprov_started(*words: object) -> subprocess.Popen[str]:
+    """Start the command line and return at once; stdout and stderr come together."""
+    argv = [str(GPUPROV), *map(str, words), *patience(words)]
+    return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def events(printed: str) -> list[dict[str, Any]]:
+    """Return the events that a command printed with --json."""
+    return [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
+
+
 @pytest.fixture(scope="session")
 def apt_lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A lab of Debian hosts for all files that this worker runs: the test driver and a signed repository served."""
@@ -155,14 +168,11 @@ def running(requests: Mapping[str, HostRequest], directory: Path, repository: st
         hosts = Hosts(lab.prepare(list(requests.values())))
         if repository == "rpm":
             build_rpm_repository(lab.www / "rpm", lab.directory / "gnupg")
-        run_file = simgpu.build_run(lab.www)
         variables = {
             "ansible_user": "root",
             "ansible_ssh_private_key_file": str(lab.key),
             "ansible_ssh_common_args": f"-o UserKnownHostsFile={lab.known_hosts}",
-            "gpuprov_driver_version": DRIVER,
-            "gpuprov_driver_url": f"{lab.url}/{run_file.name}",
-            "gpuprov_driver_sha256": hashlib.sha256(run_file.read_bytes()).hexdigest(),
+            **driver_variables(lab),
             "gpuprov_repositories": [
                 {
                     "name": "site",

@@ -9,7 +9,7 @@ import shutil
 import stat
 import subprocess
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -32,8 +32,14 @@ while :; do
 done
 """
 Snapshot = dict[str, tuple[int, int, int, bytes]]
+_LOADER_CACHE = "/etc/ld.so.cache"
 # The last commands on hosts, and what these said: a test that fails shows them (tests/conftest.py).
 SAID: deque[str] = deque(maxlen=6)
+
+
+def differences(before: Mapping[str, object], after: Mapping[str, object]) -> set[str]:
+    """Return the paths that differ, but for the loader's cache: ldconfig writes the same entries in another order."""
+    return {path for path in {*before, *after} if before.get(path) != after.get(path)} - {_LOADER_CACHE}
 
 
 @dataclass(frozen=True)
@@ -203,6 +209,11 @@ class Host:
         self._boot()
         self.wait_until_up()
         self.wait_until_settled()
+
+    def power_cycle(self) -> None:
+        """Pull the plug, since a shutdown would wait for containers, and boot again."""
+        cgroups.end_processes(self.cgroup)
+        self.switch_on()
 
     def boot_again(self) -> None:
         """Boot a host that was killed from the files in its storage."""
