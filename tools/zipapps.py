@@ -35,7 +35,12 @@ HOST_FILES = ("__init__.py", "driver_run.py", "repos.py", "toolkit.py", "verify.
 _EPOCH = (1980, 1, 1, 0, 0, 0)  # The earliest date that a zip file can store
 
 AGENT_START = """\
-sys.path[0] = unpacked()
+# What an installation imports after all else, the earliest first.
+LATE = (
+    "gpuprov/plan", "gpuprov", "gpuprov/boot", "gpuprov/driver", "gpuprov/packages", "gpuprov/checks/cuda", "urllib3",
+    "urllib3/util", "requests", "charset_normalizer", ".",
+)
+sys.path[0] = unpacked(LATE)
 from gpuprov.agent.agent import main  # noqa: E402
 
 sys.exit(main())

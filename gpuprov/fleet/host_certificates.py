@@ -12,14 +12,11 @@ if TYPE_CHECKING:
 _MOST_NAMES = 256
 
 
-def certificate_fault(
-    kind: str, content: bytes, key: bytes, host: str, trusted: Container[bytes], now: float, algorithms: str = ""
-) -> str:
+def certificate_fault(kind: str, content: bytes, key: bytes, host: str, trusted: Container[bytes], now: float) -> str:
     """Return why a certificate does not prove that the server with this public key is `host`; "" if it does.
 
-    `trusted`: the authorities' public keys, as in known_hosts. `now`: seconds since 1970. `algorithms`: those that
-    CASignatureAlgorithms allows, if not "". A certificate that names no host, which ssh(1) takes for every host, proves
-    nothing here.
+    `trusted`: the authorities' public keys, as in known_hosts. `now`: seconds since 1970. A certificate that names no
+    host, which ssh(1) takes for every host, proves nothing here.
     """
     from cryptography.hazmat.primitives import serialization
 
@@ -41,9 +38,6 @@ def certificate_fault(
     # ssh(1) takes none, either.
     if signature.startswith(_string(b"ssh-rsa")):
         return "is signed with SHA-1"
-    algorithm = signature[4:].partition(b"\0")[0].decode("utf-8", "replace")
-    if algorithms and algorithm not in algorithms.split(","):
-        return f"is signed with {algorithm}, which CASignatureAlgorithms does not allow"
     return _unfit(found, host.lower(), now)
 
 

@@ -136,9 +136,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     known = host_keys.KnownHosts(files, system)
     checking = options.get("stricthostkeychecking", "").lower()
     accept_new = settings.accept_new_host_keys or checking in ("accept-new", "no", "off", "false")
-    revoked = options.get("revokedhostkeys", "").removeprefix("none")
-    signing = options.get("casignaturealgorithms", "")
-    check = host_keys.KeyCheck(known, host, accept_new, port, revoked, signing)
+    check = host_keys.KeyCheck(known, host, accept_new, port, options.get("revokedhostkeys", "none"))
     connection.client.set_missing_host_key_policy(check)
 
     # As ssh(1) does, skip unreadable keys. If no other login works, they are named.
@@ -176,7 +174,7 @@ def _transport(
     if isinstance(sock, ProxyCommand):
         sock.recv = lambda size: _read_from(sock, size)
 
-    by_certificate = bool(check.authorities() or check.revoked_file)  # which may name an authority
+    by_certificate = bool(check.authorities()) or check.revoked_file != "none"  # which may name an authority
     allowed = connection.ssh_config.get("hostkeyalgorithms", "").split(",")
 
     class Preferring(Transport):  # type: ignore[misc]  # paramiko has no types

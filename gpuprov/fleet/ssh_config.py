@@ -31,9 +31,9 @@ _DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ecdsa_sk|ed25
 HEEDED = {
     keyword.lower(): keyword
     for keyword in (
-        "CASignatureAlgorithms", "CertificateFile", "GlobalKnownHostsFile", "HostKeyAlgorithms", "HostKeyAlias",
-        "Hostname", "IdentitiesOnly", "IdentityAgent", "IdentityFile", "Port", "ProxyCommand", "ProxyJump",
-        "RevokedHostKeys", "StrictHostKeyChecking", "User", "UserKnownHostsFile",
+        "CertificateFile", "GlobalKnownHostsFile", "HostKeyAlgorithms", "HostKeyAlias", "Hostname", "IdentitiesOnly",
+        "IdentityAgent", "IdentityFile", "Port", "ProxyCommand", "ProxyJump", "RevokedHostKeys",
+        "StrictHostKeyChecking", "User", "UserKnownHostsFile",
     )
 }  # fmt: skip
 # Common in Ansible inventories and without a meaning here: one connection serves the whole run, and it says by itself

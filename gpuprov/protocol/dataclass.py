@@ -35,10 +35,7 @@ else:
 
 @functools.cache
 def _layout(cls: Any) -> tuple[tuple[str, ...], tuple[tuple[str, Any, Any], ...], tuple[str, ...]]:
-    """Return the names that the constructor takes, in order; (name, default, factory) of those that it may lack, too.
-
-    One of default and factory is MISSING. Last come the names that equality goes by.
-    """
+    """Return the names that a constructor takes; (name, default, factory) of those with one; the names compared."""
     known = fields(cls)
     optional = ((one.name, one.default, one.default_factory) for one in known)
     return (

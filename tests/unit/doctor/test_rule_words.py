@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
 
@@ -38,7 +38,7 @@ _WRITTEN = json.loads((_FOLDER / "rules.json").read_text())["rules"]
 _ROWS = [{**health.words(row["name"]), **row} for row in _WRITTEN if "name" in row] + [*rules.rows_of_xids()]
 _COMMANDS = {
     name for name, one in vars(suggested_commands).items()
-    if inspect.isfunction(one) and str(inspect.signature(one)) == "(x: 'HostSnapshot') -> 'str'"
+    if inspect.isfunction(one) and get_type_hints(one) == {"x": HostSnapshot, "return": str}
 }  # fmt: skip
 
 

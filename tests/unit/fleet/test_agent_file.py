@@ -278,7 +278,7 @@ def test_a_first_run_compiles_what_an_installation_imports_late(agent: Agent, tm
     subprocess.run((sys.executable, "-I", path), input=f"{request}\n".encode(), timeout=300, stdout=subprocess.PIPE)
     (folder,) = (tmp_path / "place").iterdir()
     text = zipfile.ZipFile(path).read("__main__.py").decode()
-    late = ast.literal_eval(text.partition("LATE = ")[2].partition("\nPLACE")[0])
+    late = ast.literal_eval(text.partition("LATE = ")[2].partition("\nsys.path")[0])
     sources = {name: sorted((folder / name).glob("*.py")) for name in late}
     assert all(sources.values()), sources
     compiled = [Path(cache_from_source(one)) for found in sources.values() for one in found]
