@@ -40,10 +40,27 @@ LATE = (
     "gpuprov/plan", "gpuprov", "gpuprov/boot", "gpuprov/driver", "gpuprov/packages", "gpuprov/checks/cuda", "urllib3",
     "urllib3/util", "requests", "charset_normalizer", ".",
 )
-sys.path[0] = unpacked(LATE)
+
+
+def compile_late():
+    # Write byte code that is missing in a second process, beside the one that works. Measured with two processors: an
+    # agent's first run takes 0.2 s less.
+    if os.fork():
+        return
+    os.closerange(0, 64)  # the caller waits for all who could write to it
+    try:
+        for place in [os.path.join(sys.path[0], name) for name in LATE]:
+            for path in [os.path.join(place, file) for file in sorted(os.listdir(place)) if file.endswith(".py")]:
+                if not os.path.exists(importer.cache_from_source(path)):
+                    importer.SourceFileLoader(path, path).get_code(path)  # writes it, too
+    finally:  # a full disk: the program compiles for itself
+        os._exit(0)
+
+
+sys.path[0] = unpacked()
 from gpuprov.agent.agent import main  # noqa: E402
 
-sys.exit(main())
+sys.exit(main(compile_late))
 """
 
 

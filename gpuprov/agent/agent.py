@@ -53,7 +53,7 @@ Work = Callable[[Request, int], int]
 _REPORT = "controller and agent do not understand each other: rebuild the collection, or report it"
 
 
-def main() -> None:
+def main(compile_late: Callable[[], None] = lambda: None) -> None:
     """Serve the one request on standard input, then exit with its exit code; a job reports its result in its file."""
     if sys.argv[1:] == [WATCH]:
         from gpuprov.agent import watch
@@ -74,6 +74,8 @@ def main() -> None:
     # Ended by it before it is listened to, the worker would leave no result.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
     worker, reading = start_worker(request, _work)
+    if request.command == "install":
+        compile_late()
     raise SystemExit(_relay(worker, reading))
 
 

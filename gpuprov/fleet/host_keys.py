@@ -148,8 +148,7 @@ def revoked_by(path: str, key: bytes, certificate: bytes) -> tuple[KnownKey, ...
     try:
         content = expanded(path).read_bytes()
         if not content.startswith(b"SSHKRL\n"):
-            lines = (line.split() for line in content.split(b"\n"))
-            parts = [line for line in lines if line and not line[0].startswith(b"#")]
+            parts = [line.split() for line in content.split(b"\n") if line.strip()[:1] not in (b"", b"#")]
             listed = [
                 KnownKey(one[0].decode(), base64.b64decode(one[1], validate=True), path, revoked=True) for one in parts
             ]
