@@ -101,6 +101,7 @@ class test:
 
 def test_images_of_the_users_own_serve_for_the_checks_torch_and_tensorflow(site: Site, installed: Host) -> None:
     """The frameworks' image is the host's own Python; the driver's libraries come from the runtime alone."""
+    gpuprov_succeeds("verify", "--hosts", site.inventory("main"))
     tag = installed.ssh("docker images --format '{{.Repository}}:{{.Tag}}' gpuprov-verify").stdout.strip()
     installed.ssh(f"docker tag {tag} own-image:1")
     installed.ssh("cat > /root/torch.py", stdin=_TORCH)
