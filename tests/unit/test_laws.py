@@ -209,6 +209,20 @@ def test_done_means_looked_again(host: FakeHost, spec: HostSpec, name: str) -> N
     assert "did not settle" in finished(events).problems[0].what
 
 
+def test_a_problem_that_came_during_the_run_is_told_at_its_end(host: FakeHost, spec: HostSpec) -> None:
+    last = make_plan(gather(host), spec).changes[-1].change.key
+    events: list[Event] = []
+
+    def spoil(event: Event) -> None:
+        events.append(event)
+        if isinstance(event, ChangeDone) and event.key == last:
+            put(host.root / "etc/docker/daemon.json", "{,}")
+
+    run_request(Request("install", spec_to_json(spec)), spoil, host)
+    assert finished(events).exit_code == ExitCode.FAILED
+    assert "daemon.json" in finished(events).problems[0].what
+
+
 # As the playbooks' roles divide the plan: not in its own order.
 PARTS = (
     ("repositories", "packages"), ("nouveau", "reboot"), ("download", "driver", "boot", "device nodes"),
