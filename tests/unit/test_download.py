@@ -240,6 +240,16 @@ def test_over_http_no_digest_beside_the_file_counts(system: System, site: Site) 
     assert trusted_sha256(system, "file:///a.run") == DIGEST
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_runfile_that_was_there_stays_with_the_undo(system: System, there: bool) -> None:
+    if there:
+        system.make_directory("/cache")
+        system.write("/cache/a.run", CONTENT)
+    change = FetchRunfile("file:///mirror/a.run", "/cache/a.run", DIGEST)
+    change.undo(system, change.capture(system), {})
+    assert system.exists("/cache/a.run") == there
+
+
 def test_without_any_digest_no_runfile_is_fetched(system: System, site: Site) -> None:
     site.files["/a.run"] = CONTENT
     site.files["/a.run.sha256sum"] = DIGEST.encode()

@@ -239,6 +239,12 @@ def test_what_obstructs_an_installation_does_not_follow_from_itself(x: HostSnaps
     assert report(x, causes, events.append).problems[1].next_step == finding.next_step
 
 
+def test_a_host_without_docker_needs_no_low_level_runtime(x: HostSnapshot) -> None:
+    docker, packages = replace(x.host.docker, installed=False), replace(x.host.packages, installed={})
+    without = replace(x, programs={}, host=replace(x.host, docker=docker, packages=packages))
+    assert "low-level-runtime-missing" not in {cause.rule.name for cause in diagnose(without)}
+
+
 def test_a_silent_systemd_is_a_warning_and_no_missing_fabric_manager(x: HostSnapshot) -> None:
     seen = "`systemctl is-active --quiet nvidia-fabricmanager.service` exited 124"
     silent = both(switches(), fabric(switches=("0000:c1:00.0",), silent=seen))(replace(x, units={}))
