@@ -145,27 +145,26 @@ def revoked_by(path: str, key: bytes, certificate: bytes) -> tuple[KnownKey, ...
 
     Raises GpuprovError (exit code 4) if it can't be read: then ssh(1) trusts no host, either.
     """
+    place = expanded(path)
     try:
-        content = expanded(path).read_bytes()
+        content = place.read_bytes()
         if not content.startswith(b"SSHKRL\n"):
             parts = [line.split() for line in content.split(b"\n") if line.strip()[:1] not in (b"", b"#")]
-            listed = [
-                KnownKey(one[0].decode(), base64.b64decode(one[1], validate=True), path, revoked=True) for one in parts
-            ]
+            listed = [KnownKey(one[0].decode(), base64.b64decode(one[1], validate=True), path, True) for one in parts]
             return tuple(one for one in listed if one.key == key or signature_by(certificate, one.key))
         asked = certificate or key
         kind = asked[4:].partition(b"\0")[0]
-        argv = ("ssh-keygen", "-Q", "-f", str(expanded(path)), "/dev/stdin")
+        argv = ("ssh-keygen", "-Q", "-f", str(place), "/dev/stdin")
         done = subprocess.run(argv, input=kind + b" " + base64.b64encode(asked), capture_output=True, check=False)
-        if done.returncode == 0:
-            return ()
-        if b"REVOKED" in done.stdout:
-            return (KnownKey(kind.decode(), key, path, revoked=True),)
+        if done.returncode == 0 or b"REVOKED" in done.stdout:
+            return (KnownKey(kind.decode(), key, path, revoked=True),) if done.returncode else ()
         fault = done.stderr.decode("utf-8", "replace")
-    except (OSError, ValueError, IndexError) as error:
-        fault = str(error)
-    what, step = "RevokedHostKeys can't be read, so no host is trusted", f"ls -l {path}; ssh-keygen -Q -l -f {path}"
-    raise GpuprovError(what, f"{path}: {fault}", step, exit_code=ExitCode.UNREACHABLE)
+    except (ValueError, IndexError):
+        fault = "a line in it is no public key, and it is no KRL (ssh-keygen -k)"
+    except OSError as error:
+        fault = error.strerror or str(error)
+    what = "RevokedHostKeys can't be read, so no host is trusted"
+    raise GpuprovError(what, f"{path}: {fault}", f"ls -l '{place}'", exit_code=ExitCode.UNREACHABLE)
 
 
 @dataclass(frozen=True)

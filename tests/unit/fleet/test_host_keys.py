@@ -20,8 +20,10 @@ from gpuprov.fleet.host_keys import (
     fingerprint,
     known_hosts_name,
     preferred_key_types,
+    revoked_by,
 )
 from gpuprov.protocol.errors import ExitCode, GpuprovError
+from tests.unit.refused import refused
 
 NAME = "lab-a"
 FIRST, SECOND = paramiko.ECDSAKey.generate(), paramiko.ECDSAKey.generate()
@@ -295,3 +297,15 @@ def test_algorithms_of_revoked_keys_are_not_asked_for_first() -> None:
     assert preferred_key_types(matching_keys(line(FIRST), NAME), supported) == (
         "ecdsa-sha2-nistp256", "ssh-ed25519", "rsa-sha2-512",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(b"x\n", "no public key"), (b"ssh-rsa A\n", "no public key"), (None, "No such file")]
+)
+def test_a_file_of_revoked_keys_that_can_not_be_read_is_named(tmp_path: Path, content: bytes | None, says: str) -> None:
+    place = tmp_path / "a b"
+    if content is not None:
+        place.write_bytes(content)
+    problem = refused(revoked_by, str(place), FIRST.asbytes(), b"")
+    assert says in problem.evidence and "index" not in problem.evidence
+    assert problem.next_step == f"ls -l '{place}'"
