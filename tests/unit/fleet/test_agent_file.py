@@ -6,6 +6,7 @@ import hashlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -295,6 +296,15 @@ def move(small: Path, place: str) -> None:
     text = files["__main__.py"].decode()
     files["__main__.py"] = re.sub(r"PLACE = .*", f"PLACE = {place!r}", text).encode()
     small.write_bytes(pack(files))
+
+
+@pytest.mark.parametrize("gone", ["gpuprov/agent/agent.py", "gpuprov"])
+def test_an_unpacked_agent_that_lacks_a_part_is_unpacked_again(small: Path, tmp_path: Path, gone: str) -> None:
+    assert start(small)[0] == 5
+    part = tmp_path / "place/agent-d1" / gone
+    shutil.rmtree(part) if part.is_dir() else part.unlink()
+    assert start(small) == (5, str(tmp_path / "place/agent-d1/gpuprov/agent/agent.py"))
+    assert [path.name for path in (tmp_path / "place").iterdir()] == ["agent-d1"]
 
 
 def test_agents_unused_for_a_month_go(small: Path, tmp_path: Path) -> None:
