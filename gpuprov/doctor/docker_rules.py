@@ -34,6 +34,9 @@ conditions({
         and (unit.active in ("inactive", "failed") or (unit.active == "activating" and unit.result != "success"))
         and flag_values(x.host.docker.unit.arguments, "--containerd")[-1:] == ("/run/containerd/containerd.sock",)
         and Seen(f"systemctl show {_CONTAINERD}: {unit.active}, {unit.result}"),
+    "hook-covered": lambda x: NVIDIA_HOOK_PATH in x.there and x.host.docker.active
+        and (path := x.programs.get("nvidia-container-runtime-hook", NVIDIA_HOOK_PATH)) != NVIDIA_HOOK_PATH
+        and Seen(f"command -v nvidia-container-runtime-hook: {path}", path=path, quoted=shlex.quote(path)),
     "docker-is-podman": lambda x: "podman-docker" in x.host.packages.installed
         and "package podman-docker is installed",
     "docker-rootless": lambda x: x.rootless and Seen(x.rootless[0], user=x.rootless[0].split("/")[3]),
@@ -234,6 +237,17 @@ def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     if not name or name in known or name.startswith("io.containerd"):
         return None
     return Seen(f"{_line_of(x, name)}: default-runtime: {name}", name=name)
+
+
+@rule
+def default_runtime_isolates(x: HostSnapshot) -> Seen | None:
+    """Say whether the default runtime gives containers another kernel, to which the host's driver does not belong."""
+    name = str(x.host.docker.config.get("default-runtime") or "")
+    entry = str((x.host.docker.config.get("runtimes") or {}).get(name, ""))
+    there = bool(entry) or name.startswith("io.containerd.")
+    if not there or not re.search("kata|runsc", f"{name} {entry}") or "nvproxy" in entry:
+        return None
+    return Seen(f"{_line_of(x, 'default-runtime')}: default-runtime: {name}", f"runtimes: {name}: {entry}", name=name)
 
 
 @rule

@@ -24,7 +24,7 @@ from gpuprov.checks.cuda.hiding import gather_hiding
 from gpuprov.checks.cuda.search import Program
 from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.checks.smi import parse_smi
-from gpuprov.core.changes import file_digest, images_in
+from gpuprov.core.changes import file_digest, images_in, parent_of
 from gpuprov.core.commands import TIMED_OUT
 from gpuprov.core.journal import Run, read_runs, unfinished_run, written_files
 from gpuprov.core.lock import LOCK_PATH, other_run
@@ -37,7 +37,7 @@ from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET_CONFIG
-from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, REFRESH, WATCH
+from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, PROGRAM, REFRESH, UNITS, WATCH
 from gpuprov.facts.driver import PRELOAD, package_change, since
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.host import HostFacts
@@ -67,6 +67,7 @@ _LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
 _AUDIT_LOG = "/var/log/audit/audit.log"
 _LARGEST_TEXT = 1 << 20
 _LOADED = ("libnvidia-ml.so.1", "libcuda.so.1")
+_BOOTS = (PROGRAM, f"{UNITS}/gpuprov-")
 _TIMED = (NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
@@ -131,7 +132,9 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         settings_fault=settings_fault(system),
         specification_fault=stale,
         installed=Installed(fault=fault) if fault else _installed(system, runs),
-        programs={name: path for name in ("runc", "crun", "lspci", _HOOK) if (path := system.which(name))},
+        boot_changed=_boot_changed(system, runs),
+        programs=_programs(system),
+        broken=_broken(system),
         library_files=_library_files(system),
         package_change=package_change(system),
         driver_since=since(system, host.driver.library_version),
@@ -147,6 +150,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         preload_message=_preload_message(system),
         docker_file_rewritten=_rewritten(system, runs, host.docker.config_path),
         closed=_closed(system, texts),
+        changeable=_changeable(system, host, texts),
         docker_unit=_said(system, ("systemctl", "cat", "docker.service")),
         mount_namespaces=_said(system, ("lsns", "--list", "--type=mnt", "--noheadings", "--output=NS,COMMAND")),
         rootless=_rootless(system),
@@ -276,6 +280,13 @@ def _installed(system: System, runs: Sequence[Run]) -> Installed | None:
     return Installed(run.path, run.version, status.modified if status else 0, found, replaced)
 
 
+def _boot_changed(system: System, runs: Sequence[Run]) -> tuple[str, ...]:
+    """Return gpuprov's program and units of each boot that have changed since a run wrote them."""
+    written = {path: digest for path, (digest, _) in written_files(runs).items() if path.startswith(_BOOTS)}
+    changed = {path: file_digest(system, path) for path, digest in written.items() if digest}
+    return tuple(path for path, digest in changed.items() if digest not in ("", written[path]))
+
+
 def runs_now(system: System) -> str:
     """Return the other gpuprov run that is alive on this host, "" if there is none."""
     holder = other_run(system)
@@ -290,10 +301,33 @@ def _preload_message(system: System) -> str:
     return "\n".join(line for line in said.splitlines() if PRELOAD in line)
 
 
+def _programs(system: System) -> Mapping[str, str]:
+    """Return name → the first on the PATH, by a folder that is no link: /sbin may be one to /usr/bin."""
+    found = {name: system.which(name) for name in ("runc", "crun", "lspci", _HOOK)}
+    return {name: f"{system.real_path(parent_of(path))}/{name}" for name, path in found.items() if path}
+
+
+def _broken(system: System) -> Mapping[str, str]:
+    """Return the low-level runtimes that do not run, with their last words."""
+    paths = filter(None, map(system.which, ("runc", "crun")))
+    said = {path: system.run((path, "--version"), timeout=_SECONDS) for path in paths}
+    return {path: done.evidence(1) for path, done in said.items() if not done.ok}
+
+
+def _changeable(system: System, host: HostFacts, texts: Mapping[str, str]) -> Mapping[str, str]:
+    """Return what root or its containers obey and others can change, with owner and mode."""
+    paths = (*SPECIFICATION_FOLDERS, *_specifications(texts), *host.files, host.docker.config_path)
+    found = {path: one for path in paths if (one := system.status(system.real_path(path)))}
+    return {path: f"{one.uid} {one.mode:o}" for path, one in found.items() if one.uid or one.mode & 0o022}
+
+
+def _specifications(texts: Mapping[str, str]) -> list[str]:
+    return [path for path, text in texts.items() if path.startswith(SPECIFICATION_FOLDERS) and "nvidia" in text]
+
+
 def _closed(system: System, texts: Mapping[str, str]) -> Mapping[str, int]:
     """Return the CDI paths that only root can read: engines of other users need them too."""
-    files = [path for path, text in texts.items() if path.startswith(SPECIFICATION_FOLDERS) and "nvidia" in text]
-    wanted = {**dict.fromkeys(SPECIFICATION_FOLDERS, 0o005), **dict.fromkeys(files, 0o004)}
+    wanted = {**dict.fromkeys(SPECIFICATION_FOLDERS, 0o005), **dict.fromkeys(_specifications(texts), 0o004)}
     found = {path: one.mode for path in wanted if (one := system.status(system.real_path(path)))}
     return {path: mode for path, mode in found.items() if mode & wanted[path] != wanted[path]}
 

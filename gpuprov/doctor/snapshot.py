@@ -146,7 +146,9 @@ class HostSnapshot:
     settings_fault: str = ""
     specification_fault: str = ""
     installed: Installed | None = None  # what the journals say of the bundled runtime, None without any
-    programs: Mapping[str, str] = field(default_factory=dict)
+    boot_changed: tuple[str, ...] = ()  # what a boot needs and somebody has changed
+    programs: Mapping[str, str] = field(default_factory=dict)  # name → the first on the PATH
+    broken: Mapping[str, str] = field(default_factory=dict)  # low-level runtime that does not run → its last words
     library_files: Mapping[str, str] = field(default_factory=dict)  # driver library → its version
     package_change: tuple[str, ...] = ()  # the last change of the driver by a package manager
     driver_since: str = ""  # who brought its files, when
@@ -165,6 +167,7 @@ class HostSnapshot:
     preload_message: str = ""  # the loader's message about /etc/ld.so.preload
     docker_file_rewritten: int = 0  # the runs whose docker configuration somebody has changed since
     closed: Mapping[str, int] = field(default_factory=dict)  # CDI folders and files that only root can read, with modes
+    changeable: Mapping[str, str] = field(default_factory=dict)  # what others than root can change, owner and mode
     selinux: str = ""
     container_use_devices: str = ""
     audit_log: tuple[str, ...] = ()

@@ -40,7 +40,15 @@ conditions({
     "run-cut-off": lambda x: bool(x.open_run) and not x.runs_now and "/var/lib/gpuprov/runs",
     "toolkit-missing": lambda x: not (_TOOLKITS & x.there or in_daemon(x) or in_file(x) or x.host.docker.snap)
         and f"ls {LAUNCHER_PATH} {NVIDIA_RUNTIME}: No such file or directory",
-    "boot-incomplete": lambda x: tuple(f"ls -l {path}: missing or masked" for path in x.host.boot.lacking),
+    "boot-incomplete": lambda x: (x.host.boot.lacking or x.boot_changed)
+        and Seen(*(f"ls -l {path}: missing, empty or masked" for path in x.host.boot.lacking),
+                 *(f"ls -l {path}: changed since gpuprov wrote it" for path in x.boot_changed),
+                 confidence="" if x.host.boot.lacking else LIKELY),
+    "others-can-change": lambda x: bool(x.changeable)
+        and Seen(*(f"stat -c '%u %a' {path}: {seen}" for path, seen in x.changeable.items()),
+                 paths=shlex.join(x.changeable)),
+    "low-level-runtime-broken": lambda x: bool(x.broken)
+        and Seen(*x.broken.values(), again=_restore(x, next(iter(x.broken)))),
     "python-missing": lambda x: x.host.interpreter.fault == MISSING
         and Seen(f"ls {x.host.interpreter.deployed}: No such file or directory", remedies=_with_python(x)),
     "python-unfit": lambda x: x.host.interpreter.fault not in ("", MISSING)
@@ -140,12 +148,21 @@ def _setting(line: str, confidence: str = "") -> Seen | None:
 def low_level_runtime_missing(x: HostSnapshot) -> Seen | None:
     if any(x.programs.get(name) for name in ("runc", "crun")):
         return None
-    # A package stays installed if its program was removed by hand; containerd.io contains runc.
-    owner = next((name for name in ("runc", "crun", "containerd.io") if name in x.host.packages.installed), "")
-    if not x.host.docker.installed and not owner:
+    if not x.host.docker.installed and not _owner(x):
         return None
-    step = commands.reinstall_packages(x, owner) if owner else commands.install_packages(x, "runc")
-    return Seen("command -v runc crun: nothing", next_step=step)
+    return Seen("command -v runc crun: nothing", next_step=_restore(x, ""))
+
+
+def _owner(x: HostSnapshot) -> str:
+    # A package stays installed if its program was removed by hand; containerd.io contains runc.
+    return next((name for name in ("runc", "crun", "containerd.io") if name in x.host.packages.installed), "")
+
+
+def _restore(x: HostSnapshot, path: str) -> str:
+    """Return the command that restores a low-level runtime. What lies in /usr/local is of no package."""
+    if path.startswith("/usr/local/"):
+        return f"mv {path} {path}.broken"
+    return commands.reinstall_packages(x, _owner(x)) if _owner(x) else commands.install_packages(x, "runc")
 
 
 @rule

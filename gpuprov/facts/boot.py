@@ -58,9 +58,9 @@ _NEEDED = (PROGRAM, *(f"{folder}/{name}" for name in (NODES, REFRESH, WATCH) for
 
 
 def lacking(system: System) -> tuple[str, ...]:
-    """Return the missing files, masked units, and links of units, that each boot of a host set up by gpuprov needs."""
+    """Return missing or empty files, masked units, and links of units, that each boot of a host set up here needs."""
     there = {path: system.status(path) for path in _NEEDED}
-    missing = tuple(path for path, one in there.items() if one is None or one.target == "/dev/null")
+    missing = tuple(path for path, one in there.items() if one is None or not one.size or one.target == "/dev/null")
     return missing if len(missing) < len(_NEEDED) else ()
 
 

@@ -128,6 +128,7 @@ class FakeHost(System):
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
             "modinfo": self._modinfo, PYTHON: self._python,
+            "runc": lambda words: (0, "runc version 1.1.5\n"), "crun": lambda words: (0, "crun version 1.8.1\n"),
         }  # fmt: skip
         program = programs.get(argv[0].rpartition("/")[2])
         if program is None:

@@ -19,7 +19,7 @@ from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import CauseFound, CheckDone, Event, Note, from_line, to_line
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import spec_to_json
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from tests.unit.ask import finished
 from tests.unit.doctor.host import SMI, SPEC, DoctorHost, examined, first, healthy
 from tests.unit.doctor.ill import both, docker, metal, unit, without
@@ -97,7 +97,7 @@ HARMLESS = (
     ("dmesg",), ("nvidia-smi", "-q", "-x"), ("modinfo", "nvidia"), ("modinfo", "nvidia-current"), ("dkms", "status"),
     ("systemctl", "show"),
     ("systemctl", "cat"), ("journalctl",), ("docker", "info"), ("docker", "ps"), ("getenforce",), ("getsebool",),
-    ("tail",), ("grep",), ("head", "-c", "0"), ("dpkg-query",), ("dpkg",), ("rpm",),
+    ("/usr/bin/runc", "--version"), ("tail",), ("grep",), ("head", "-c", "0"), ("dpkg-query",), ("dpkg",), ("rpm",),
     (f"/usr/bin/{PYTHON}", "-I", "-S", "-E", "-B", "-c", "import os, sys; print('%d.%d.%d' % sys.version_info[:3], "
      "sys.implementation.cache_tag, os.path.dirname(os.__file__))"),
 )  # fmt: skip
@@ -153,6 +153,32 @@ def test_settings_that_cannot_be_read_are_seen(host: DoctorHost) -> None:
     assert rules_of(host) == ["settings-broken"]
     (cause,) = causes(events_of(host))
     assert cause.evidence.startswith("/etc/gpuprov/container-runtime.toml can't be read: line 1")
+
+
+def test_files_that_others_can_change_are_seen(host: DoctorHost) -> None:
+    assert examined(host).changeable == {}
+    for path in ("etc/cdi", "usr/bin/gpuprov-container-runtime", "etc/docker/daemon.json"):
+        (host.root / path).chmod(0o777)
+    found = {"/etc/cdi": "0 777", LAUNCHER_PATH: "0 777", "/etc/docker/daemon.json": "0 777"}
+    assert examined(host).changeable == found
+
+
+def test_a_low_level_runtime_that_does_not_run_is_seen(host: DoctorHost) -> None:
+    host.answers["/usr/bin/runc"] = (126, "Exec format error")
+    assert examined(host).broken == {"/usr/bin/runc": "`/usr/bin/runc --version` exited 126\nExec format error"}
+
+
+def test_programs_are_named_by_a_folder_that_is_no_link(host: DoctorHost) -> None:
+    """Fedora's /usr/sbin is a link to bin, and stands first on the PATH."""
+    for folder in ("usr/sbin", "usr/local/sbin"):
+        shutil.rmtree(host.root / folder, ignore_errors=True)
+    (host.root / "usr/sbin").symlink_to("bin")
+    assert examined(host).programs["nvidia-container-runtime-hook"] == NVIDIA_HOOK_PATH
+    other = host.root / "usr/local/sbin/nvidia-container-runtime-hook"
+    other.parent.mkdir(parents=True)
+    other.write_text("#!/bin/sh\n")
+    other.chmod(0o755)
+    assert examined(host).programs[other.name] == f"/usr/local/sbin/{other.name}"
 
 
 def test_a_specification_of_another_driver_is_seen(host: DoctorHost) -> None:

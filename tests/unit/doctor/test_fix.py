@@ -110,6 +110,10 @@ def gone(path: str) -> Break:
     return lambda host: (host.root / path).unlink()
 
 
+def spoil(path: str) -> Break:
+    return lambda host: (host.root / path).write_text("x")
+
+
 @dataclass(frozen=True)
 class Case:
     """What breaks the host, the rule that finds it, and the changes by which gpuprov fixes it."""
@@ -126,6 +130,8 @@ CASES = (
     Case("runtime-not-executable", lambda host: (host.root / LAUNCHER).chmod(0o644), (_RUNTIME,)),
     Case("runtime-files-missing", gone("usr/lib/gpuprov/runtime_hook/main.py"), (_RUNTIME,)),
     Case("boot-incomplete", gone("usr/lib/gpuprov/boot.pyz"), ("prepare the next boot",)),
+    Case("boot-incomplete", spoil("usr/lib/gpuprov/boot.pyz"), ("prepare the next boot",)),
+    Case("boot-incomplete", spoil("etc/systemd/system/gpuprov-nodes.service"), ("prepare the next boot",)),
     Case(
         "boot-incomplete",
         gone("etc/systemd/system/multi-user.target.wants/gpuprov-refresh.path"),
