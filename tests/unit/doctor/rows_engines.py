@@ -414,7 +414,8 @@ ENGINE_GROUPS = (
 )  # fmt: skip
 # Kind (test_doctor_typed.py) → rules whose command no test types.
 ENGINE_EXCUSES = {
-    "system": {"bpf-refused", "docker-is-podman", "docker-rootless", "docker-snap", "selinux-denies"},
+    "system": {"bpf-refused", "default-runtime-isolates", "docker-is-podman", "docker-rootless", "docker-snap",
+               "selinux-denies"},
     "release": {"podman-without-cdi"},
     "toolkit": {"library-not-loaded"},
 }  # fmt: skip
