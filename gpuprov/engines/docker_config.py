@@ -117,12 +117,12 @@ def _number(text: str) -> float:
 
 def _wrong_shape(config: Any) -> str:
     if not isinstance(config, dict):
-        return f"it holds a {type(config).__name__}, not an object"
+        return f"it is {json.dumps(config):.40}, not an object"
     for name in ("runtimes", "features"):
         found = config.get(name, {})
         # docker itself takes null for none.
         if found is not None and not isinstance(found, dict):
-            return f'"{name}" is a {type(found).__name__}, not an object'
+            return f'"{name}" is {json.dumps(found):.40}, not an object'
     return ""
 
 
