@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Jsons, NextAction, Tell, capture_path, restore_path, tell_nobody
+from gpuprov.core.changes import Change, Json, Jsons, NextAction, Tell, capture_path, restore_paths, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import CACHE_DIRECTORY
@@ -393,8 +393,7 @@ class InstallDriver(Installation, Change):
         # An installation cut short by a full disk may lack its uninstaller: its remains must not look like a driver.
         if discover(system).library_version != before["version"]:
             system.remove(INCOMPLETE_MARK)
-        for image in (*before.get("blacklists", ()), *filter(None, (before.get("record"),))):
-            restore_path(system, image)
+        restore_paths(system, (*before.get("blacklists", ()), *filter(None, (before.get("record"),))))
         start_all_again(system, tell_nobody)
         if failed is not None and discover(system).library_version == before["version"]:
             what = f"driver {before['version']} could not be uninstalled, and is still there"

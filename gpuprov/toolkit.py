@@ -23,6 +23,7 @@ from gpuprov.core.changes import (
     file_diff,
     parent_of,
     restore_path,
+    restore_paths,
     write_files,
 )
 from gpuprov.core.system import System
@@ -304,5 +305,4 @@ class WriteCdiSpecification(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         # Journals of earlier versions hold one file only.
-        for image in before.get("files", [before]):
-            restore_path(system, image)
+        restore_paths(system, before.get("files", [before]))

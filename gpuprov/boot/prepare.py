@@ -12,7 +12,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from gpuprov.cdi.discover import discover
-from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_path, text_diff, write_files
+from gpuprov.core.changes import Change, Json, Tell, capture_path_itself, restore_paths, text_diff, write_files
 from gpuprov.core.system import System
 from gpuprov.core.units import daemon_reload, log_of, systemctl
 from gpuprov.driver import gpudirect, mig
@@ -257,8 +257,7 @@ class PrepareBoot(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         _systemctl(system, "stop", before["units"])
-        for image in before["files"]:
-            restore_path(system, image)
+        restore_paths(system, before["files"])
         _reload(system)
         _systemctl(system, "restart", [name for name in before["units"] if system.exists(f"{boot.UNITS}/{name}")])
 

@@ -14,7 +14,7 @@ from gpuprov.core.changes import (
     capture_path,
     capture_path_itself,
     parent_of,
-    restore_path,
+    restore_paths,
     text_diff,
     write_files,
 )
@@ -175,8 +175,7 @@ def _stop(system: System) -> None:
 
 
 def _restore(system: System, before: Json) -> None:
-    for image in before["files"]:
-        restore_path(system, image)
+    restore_paths(system, before["files"])
     if system.status(TIMER_FILE) is None:
         system.remove(STAMP)
     daemon_reload(system)

@@ -375,6 +375,12 @@ def restore_path(system: System, image: Json) -> None:
             system.remove(parent)
 
 
+def restore_paths(system: System, images: Iterable[Json]) -> None:
+    """Restore each of these states, in their order."""
+    for image in images:
+        restore_path(system, image)
+
+
 @dataclass(frozen=True)
 class FileFact:
     """A file that plans examine."""

@@ -10,7 +10,7 @@ import re
 from typing import ClassVar
 
 from gpuprov.bundle.manifest import Manifest
-from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path_itself, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path_itself, restore_path, restore_paths
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import System
@@ -203,8 +203,7 @@ class InstallCudaToolkit(Change):
                 # The uninstaller removes menu entries and the like; the folder's remains are removed below.
                 system.run((f"{prefix}/bin/cuda-uninstaller", "--silent"), timeout=_INSTALL_SECONDS)
             system.remove_tree(prefix)
-        for image in before["paths"]:
-            restore_path(system, image)
+        restore_paths(system, before["paths"])
         if not before["log"]:
             system.remove(_LOG)
         system.run(("ldconfig",), timeout=120)

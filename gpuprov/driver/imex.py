@@ -11,7 +11,7 @@ import json
 from typing import Callable, ClassVar
 
 from gpuprov.cdi.discover import IMEX_CHANNEL, imex_channel
-from gpuprov.core.changes import Change, Json, MakeNode, Tell, capture_path, restore_path, text_diff, write_files
+from gpuprov.core.changes import Change, Json, MakeNode, Tell, capture_path, restore_paths, text_diff, write_files
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active, log_of, restart, systemctl
 from gpuprov.driver import fabric_manager
@@ -145,8 +145,7 @@ class _UnitChange(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        for image in before["files"]:
-            restore_path(system, image)
+        restore_paths(system, before["files"])
         # Journals of older versions know no mask.
         systemctl(system, "mask" if before.get("masked") else "unmask", IMEX_UNIT)
         systemctl(system, "enable" if before["enabled"] else "disable", IMEX_UNIT)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_paths, text_diff
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts import kernels
@@ -116,8 +116,7 @@ class KeepNouveauOut(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        for image in before["files"]:
-            restore_path(system, image)
+        restore_paths(system, before["files"])
         former = {path: Image(kernel, path) for kernel, path in before["images"]}
         # Kernels come and go: an image that came since has the files, too.
         there = [one for one in kernels.gather_images(system) if before["files"] or one.path in former]

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from gpuprov.core import units
-from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_paths, text_diff
 from gpuprov.core.system import System
 from gpuprov.engines import known
 from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, KnownEngine, RuntimeEntry
@@ -205,8 +205,7 @@ class ConfigureEngine(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        for image in before["files"]:
-            restore_path(system, image)
+        restore_paths(system, before["files"])
         if not (before["was_active"] and before["files"]):
             return
         name, engine = before["engine"], ENGINES[before["engine"]]

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
-from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, tell_nobody
+from gpuprov.core.changes import Change, Json, Jsons, Tell, capture_path, restore_path, restore_paths, tell_nobody
 from gpuprov.core.places import COPIES, SOURCES_LIST
 from gpuprov.core.system import System
 from gpuprov.packages import dpkg, interface
@@ -143,8 +143,7 @@ class InstallPackages(interface.PackageInstallation):
                 failed = {name.partition(":")[0] for name in listed}
                 if not failed or failed & {*names} or {*names} & present(system).keys():
                     finish_apt(done, f"{', '.join(names)} could not be removed")
-        for image in (one for name in added for one in left.get(name, ())):
-            restore_path(system, image)
+        restore_paths(system, (one for name in added for one in left.get(name, ())))
         here = present(system)
         if held_again := [name for name in before.get("unhold", ()) if name in here]:
             _mark(system, "hold", held_again, tell_nobody)
@@ -359,8 +358,7 @@ class RemovePackages(interface.PackageRemoval):
             _rebuild_package(system, name, _copy(name))
         system.sync()
         done = dpkg.run_apt(system, (*_STATUS_ALONE, "purge", "--", *gone), tell)
-        for image in before["keep"]:
-            restore_path(system, image)
+        restore_paths(system, before["keep"])
         finish_apt(done, f"{', '.join(gone)} could not be removed")
 
     @classmethod
@@ -374,8 +372,7 @@ class RemovePackages(interface.PackageRemoval):
             dpkg.run_dpkg(system, words, tell_nobody).require(what, step, 8)
         if automatic := [name for name in before["automatic"] if name in gone]:
             _mark(system, "auto", automatic, tell_nobody)
-        for image in before["keep"]:
-            restore_path(system, image)
+        restore_paths(system, before["keep"])
         for name in before["names"]:
             system.remove(_copy(name))
         if not system.list_directory(COPIES):

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import ClassVar
 
-from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_path, tell_nobody
+from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capture_path, restore_paths, tell_nobody
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
@@ -444,8 +444,7 @@ class RemoveRpms(interface.PackageRemoval):
             run_rpm(system, command, tell, _REMOVE_SECONDS)
         system.sync()
         done = run_rpm(system, ("rpm", "--erase", *before["packages"]), tell, _REMOVE_SECONDS)
-        for image in before["keep"]:
-            restore_path(system, image)
+        restore_paths(system, before["keep"])
         finish_rpm(done, f"{', '.join(self.names)} could not be removed")
 
     @classmethod
@@ -456,8 +455,7 @@ class RemoveRpms(interface.PackageRemoval):
             words = ("rpm", "--install", "--oldpackage", *files)
             done = run_rpm(system, words, tell_nobody, _REMOVE_SECONDS)
             finish_rpm(done, "removed packages could not be installed again")
-        for image in before["keep"]:
-            restore_path(system, image)
+        restore_paths(system, before["keep"])
         for one in before["packages"]:
             if one in copies:
                 system.remove(copies.pop(one))
