@@ -16,8 +16,8 @@ from pathlib import PurePosixPath
 from typing import Callable, Optional, Union
 
 from gpuprov.checks.outcome import Failed, telling_line
-from gpuprov.checks.smi import SmiReport
-from gpuprov.core.commands import TIMED_OUT, Completed
+from gpuprov.checks.smi import SmiReport, exits
+from gpuprov.core.commands import Completed, Failure
 from gpuprov.core.system import System
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
@@ -43,16 +43,6 @@ _NOT_STARTED = 125  # docker's and podman's own exit code
 # crun and runc, whose failures podman ends with 126 or 127, as a shell does for a program.
 _RUNTIME = re.compile(r"\b(crun|runc|OCI runtime|OCI permission denied)\b")
 _ITS_PROGRAM = re.compile(r"executable file|exec format|exec[: ].*(permission denied|no such file)", re.IGNORECASE)
-# Exit codes: a shell's, and nvidia-smi's where the host's own went well.
-_HINTS = {
-    9: "the container can't reach the driver: gpuprov install refreshes device nodes and CDI specification",
-    12: "libnvidia-ml.so.1 is not where the image's loader looks: give another image with --image",
-    18: "the container got libraries of another version: gpuprov install refreshes the CDI specification",
-    126: "the image can't run it: give another image with --image",
-    127: "the container did not get it: gpuprov install refreshes the CDI specification",
-    255: "the device cgroup may forbid the nodes: gpuprov install, then restart the container",
-    TIMED_OUT: "dmesg | grep -i -e nvrm -e xid tells of a GPU that hangs",
-}
 
 
 def _by_runtime(devices: str) -> tuple[str, ...]:
@@ -352,7 +342,9 @@ class EngineTest:
 def ended(test: EngineTest, done: Completed) -> str:
     """Return how a container ended, and the next step if known."""
     line = telling_line(done)
-    hint = test.engine.not_started if done.returncode == _NOT_STARTED else _HINTS.get(done.returncode, "")
+    unknown = Failure(test.engine.not_started if done.returncode == _NOT_STARTED else "")
+    known = exits("container").get(done.returncode, unknown)
+    hint = ": ".join(filter(None, (known.what, known.next_step)))
     if done.returncode in (126, 127) and _RUNTIME.search(line) and not _ITS_PROGRAM.search(line):
         hint = f"the OCI runtime starts no container: {test.engine.name} info names it; correct what it says"
     # docker looks for the hook of --gpus on the host.

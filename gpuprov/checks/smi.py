@@ -9,7 +9,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Mapping
 
 from gpuprov.core.commands import Failure, failures
-from gpuprov.protocol.dataclass import dataclass
+from gpuprov.protocol.dataclass import dataclass, field, fields
 from gpuprov.protocol.errors import GpuprovError
 
 _LARGEST_REPORT = 8 << 20
@@ -20,9 +20,9 @@ LOOK = "nvidia-smi; dmesg | grep -i -e nvrm -e xid"
 
 
 @functools.cache
-def exits() -> Mapping[int, Failure]:
-    """Return the meanings of nvidia-smi's exit codes; a row without a next step has one that depends on the host."""
-    return {row.returncode: row for row in failures("nvidia-smi") if row.returncode >= 0}
+def exits(program: str = "nvidia-smi") -> Mapping[int, Failure]:
+    """Return the meanings of a program's exit codes; a row without a next step has one that depends on the host."""
+    return {row.returncode: row for row in failures(program) if row.returncode >= 0}
 
 
 def exit_code(returncode: int) -> int:
@@ -32,15 +32,19 @@ def exit_code(returncode: int) -> int:
 
 @dataclass(frozen=True)
 class SmiGpu:
-    """A GPU in a report: the fields that must be the same wherever it is looked at from."""
+    """A GPU in a report: the fields that must be the same wherever it is looked at from.
 
-    uuid: str
-    name: str
-    bus_id: str
-    minor: str
-    memory: str
-    mig: str
-    part: str = ""
+    `called`: what people call a field; `place`: where it stands in the XML. Temperature, usage, clocks and processes
+    change by themselves and are left out.
+    """
+
+    uuid: str = field(metadata={"called": "UUID", "place": "uuid"})
+    name: str = field(metadata={"called": "name", "place": "product_name"})
+    bus_id: str = field(metadata={"called": "PCI bus id", "place": "pci/pci_bus_id"})
+    minor: str = field(metadata={"called": "minor number", "place": "minor_number"})
+    memory: str = field(metadata={"called": "memory", "place": "fb_memory_usage/total"})
+    mig: str = field(metadata={"called": "MIG mode", "place": "mig_mode/current_mig"})
+    part: str = field(default="", metadata={"called": "first MIG device", "place": "mig_devices/mig_device/index"})
 
 
 @dataclass(frozen=True)
@@ -58,19 +62,6 @@ class SmiReport:
         return f"{number}:{last.part}" if last.part else last.uuid if number else "0"
 
 
-# Field of SmiGpu, what people call it, where it stands in the XML. Temperature, usage, clocks and processes change by
-# themselves and are left out.
-_FIELDS = (
-    ("uuid", "UUID", "uuid"),
-    ("name", "name", "product_name"),
-    ("bus_id", "PCI bus id", "pci/pci_bus_id"),
-    ("minor", "minor number", "minor_number"),
-    ("memory", "memory", "fb_memory_usage/total"),
-    ("mig", "MIG mode", "mig_mode/current_mig"),
-    ("part", "first MIG device", "mig_devices/mig_device/index"),
-)
-
-
 def parse_smi(text: str) -> SmiReport:
     """Return the report in nvidia-smi's XML. Raises GpuprovError if it is none."""
     if not _is_bounded(text):
@@ -81,7 +72,7 @@ def parse_smi(text: str) -> SmiReport:
         seen = f"{error}: {text.strip()[:200]}"
         raise GpuprovError("nvidia-smi's output is no XML report", seen, _LOOK) from None
     gpus = tuple(
-        SmiGpu(**{field: (gpu.findtext(place) or "").strip() for field, _, place in _FIELDS})
+        SmiGpu(**{one.name: (gpu.findtext(one.metadata["place"]) or "").strip() for one in fields(SmiGpu)})
         for gpu in root.findall("gpu")
     )
     driver, cuda = ((root.findtext(name) or "").strip() for name in ("driver_version", "cuda_version"))
@@ -96,7 +87,8 @@ def difference(host: SmiReport, container: SmiReport) -> tuple[str, str, str] | 
         ("GPU count", str(len(host.gpus)), str(len(container.gpus))),
     ]
     for index, (ours, theirs) in enumerate(zip(host.gpus, container.gpus)):
-        rows += [(f"GPU {index} {what}", getattr(ours, field), getattr(theirs, field)) for field, what, _ in _FIELDS]
+        for one in fields(SmiGpu):
+            rows.append((f"GPU {index} {one.metadata['called']}", getattr(ours, one.name), getattr(theirs, one.name)))
     return next((row for row in rows if row[1] != row[2]), None)
 
 
