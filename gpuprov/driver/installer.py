@@ -12,14 +12,8 @@ from gpuprov.core.places import KEPT
 from gpuprov.packages.interface import Commands
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.protocol.tables import RELEASES, packaged
 from gpuprov.protocol.versions import version_numbers
-
-# First version that knows an option; older installers stop at an unknown one with exit code 1, after a whole unpack.
-_OPTION_SINCE = {
-    "--dkms": (304, 22), "--install-libglvnd": (361, 16), "--no-systemd": (465, 19, 1), "-m=kernel-open": (470, 42, 1),
-    "--no-kernel-modules": (515, 43, 4), "--allow-installation-with-running-driver": (545, 23, 6),
-    "--skip-module-load": (550, 40, 7), "--kernel-module-type": (555, 42, 2),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -114,8 +108,8 @@ def _assigned(text: str, name: str) -> str:
 
 
 def knows(version: str, option: str) -> bool:
-    """Say whether the installer of that version knows an option."""
-    return version_numbers(version) >= _OPTION_SINCE.get(option, (0,))
+    """Say whether the installer of that version knows an option; it stops at an unknown one, after a whole unpack."""
+    return version_numbers(version) >= version_numbers(packaged(RELEASES)["installer_options"].get(option, "0"))
 
 
 def explain_failure(
