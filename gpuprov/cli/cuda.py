@@ -56,7 +56,7 @@ def cuda(variables: tuple[str, ...], result: str | None, subject: str, **options
     call = Program({**own, **given}, os.getcwd())  # noqa: PTH109
     found = survey.survey(System("/"), subject, call)
     show(survey.as_json(found), survey.as_lines(found), as_json=as_json)
-    if not found.good:
+    if found.faults:
         sys.exit(int(ExitCode.FAILED))
 
 

@@ -224,7 +224,7 @@ def test_a_genuine_fault_is_named(faulty: GenuineBench, name: str) -> None:
     # Where all libraries are of another version than the module, NVML is too.
     assert wrong[0] == said
     assert all("/libnvidia-ml.so.1 is of driver " in line for line in wrong[1:])
-    assert not found.good
+    assert found.faults
     if "libcuda.so.1" in fault.loads:
         named = found.libraries[0].winner
         assert named is not None

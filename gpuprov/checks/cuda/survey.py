@@ -186,11 +186,6 @@ class Survey:
         """What is wrong: the findings without notes."""
         return tuple(one for one in self.findings if not one.note)
 
-    @property
-    def good(self) -> bool:
-        """Whether nothing is wrong."""
-        return not self.faults
-
     def winner(self, name: str) -> Candidate | None:
         """Return the library of this name that programs load."""
         return next(one.winner for one in self.libraries if one.name == name)
@@ -270,7 +265,7 @@ def as_lines(found: Survey) -> Iterator[str]:
 def verdict(found: Survey) -> str:
     """Return in a sentence whether the libraries fit; a host without a loaded driver, or no library, is unknown."""
     libraries = f"the libraries that programs of {found.kind + ' ' + found.name if found.name else 'the host'} load"
-    if not found.good:
+    if found.faults:
         return f"not all {libraries.removeprefix('the ')} fit the driver"
     is_known = found.kernel and found.libraries[0].winner is not None
     return f"{libraries} fit the driver" if is_known else f"whether {libraries} fit the driver is unknown"
