@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, parent_of, restore_path, text_diff
+from gpuprov.core.changes import Change, FileFact, Json, Tell, capture_path, restore_path, text_diff, write_files
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System
@@ -119,10 +119,8 @@ class SetDockerProxy(Change):
             system.make_directory(STATE_DIRECTORY, 0o700)
             system.write(before["backup"], system.read_bytes(ENVIRONMENT) or b"", mode=0o600)
         if self.proxy.url:
-            files = ((ENVIRONMENT, environment_text(self.proxy), 0o600), (DROP_IN, _DROP_IN_TEXT, 0o644))
-            for path, content, mode in files:
-                system.make_directory(parent_of(path))
-                system.write(path, content, mode=mode)
+            secret = (ENVIRONMENT, environment_text(self.proxy), 0o600)
+            write_files(system, (secret, (DROP_IN, _DROP_IN_TEXT, 0o644)))
         else:
             system.remove(DROP_IN)
             system.remove(ENVIRONMENT)
@@ -133,8 +131,7 @@ class SetDockerProxy(Change):
         restore_path(system, before["drop_in"])
         kept = system.read_bytes(before["backup"]) if before["backup"] else None
         if kept is not None:
-            system.make_directory(parent_of(ENVIRONMENT))
-            system.write(ENVIRONMENT, kept, mode=0o600)
+            write_files(system, ((ENVIRONMENT, kept, 0o600),))
             system.remove(before["backup"])
         elif not before["backup"]:
             restore_path(system, {"path": ENVIRONMENT, "kind": "missing", "missing_parents": before["folders"]})
