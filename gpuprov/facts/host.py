@@ -305,15 +305,12 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)
-        if status is None:
-            continue
-        if status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
+        # A link, or a program too large to be gpuprov's, exists too and belongs to others.
+        content = b"" if path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER) else None
+        if status is not None and status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
             content = system.read_bytes(path)
-            if content is not None:
-                found[path] = FileFact(content, status.mode, status.uid, status.gid)
-        elif path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER):
-            # A link, or a program too large to be gpuprov's, exists too and belongs to others.
-            found[path] = FileFact(b"", status.mode, status.uid, status.gid)
+        if status is not None and content is not None:
+            found[path] = FileFact(content, status.mode, status.uid, status.gid)
     return found
 
 
