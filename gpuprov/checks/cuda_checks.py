@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import pkgutil
 import re
 from collections.abc import Iterator, Mapping
+from importlib import resources
 from typing import Any, Optional
 
 from gpuprov.checks.cuda.compatibility import Incompatibility, result_of
@@ -127,9 +127,7 @@ def command(python: str, *words: str, accept: bool = False) -> tuple[str, ...]:
 
 def source_of(name: str) -> str:
     """Return a program of this folder, for the Python in a container."""
-    source = pkgutil.get_data("gpuprov.checks", name)
-    assert source is not None
-    return source.decode()
+    return resources.files("gpuprov.checks").joinpath(name).read_text(encoding="utf-8")
 
 
 def parse_calls(done: Completed) -> Calls | str:

@@ -11,7 +11,7 @@ from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, json_at, load
 from gpuprov.protocol.dataclass import dataclass, replace
-from gpuprov.protocol.words import counted
+from gpuprov.protocol.words import counted, one_line
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600
@@ -79,7 +79,7 @@ def _asked(test: EngineTest, framework: str) -> tuple[_Answer, Completed]:
                 raise Failed(f"{what}: {error}") from None
     lines = done.stderr.strip().splitlines() or ["(silent)"]
     last = next((line for line in reversed(lines) if "rror" in line), lines[-1])
-    raise Failed(f"Python in {test.image} exited {done.returncode}: {_short(last)}")
+    raise Failed(f"Python in {test.image} exited {done.returncode}: {one_line(last)[:_LONGEST]}")
 
 
 @dataclass(frozen=True)
@@ -132,13 +132,9 @@ def _tensorflow_cause(log: str) -> tuple[str, str]:
 
 def _reason(test: EngineTest, what: str, said: str, result: str) -> str:
     """Return what failed, with the framework's own words, and the cause: the image's libcuda, else CUDA's result."""
-    seen = f"{what} in {test.image}" + (f": {_short(said)}" if said else "")
+    seen = f"{what} in {test.image}" + (f": {one_line(said)[:_LONGEST]}" if said else "")
     cause = explain_image(replace(test, image=test.engine.image(test.system, test.image)))
     known = result_of(result) if result else None
     if not cause and known is not None:
         cause = f"{known.cause}; {known.remedy}"
     return f"{seen}; {cause}" if cause else seen
-
-
-def _short(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST]
