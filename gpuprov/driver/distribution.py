@@ -52,11 +52,6 @@ class Choice:
     lacking: str = ""
 
     @property
-    def key_package(self) -> str:
-        """The package whose version equals the driver's, "" if nothing is chosen."""
-        return next(iter(self.branch.libraries), "")
-
-    @property
     def built(self) -> tuple[str, ...]:
         """The packages from which DKMS builds the kernel modules; none if the distribution has none of this kind."""
         return self.branch.built.get(self.kind, ())
@@ -168,7 +163,7 @@ class DistributionDriver(PackagedDriver):
 
     @property
     def key_package(self) -> str:
-        return self.choice.key_package
+        return next(iter(self.choice.branch.libraries), "")
 
     @property
     def branch(self) -> str:
@@ -215,11 +210,11 @@ class DistributionDriver(PackagedDriver):
     def _questions(self) -> tuple[str, ...]:
         """Return what to query for if packages are missing."""
         choice, own = self.choice, self.own
-        if own is None or not choice.key_package or own.repository_package or self.facts.bundle is not None:
+        if own is None or not self.key_package or own.repository_package or self.facts.bundle is not None:
             return ()
         if not self.facts.package_manager.missing(self.facts.packages, self._wanted):
             return ()
-        names = [choice.key_package]
+        names = [self.key_package]
         if self.brings_modules:
             names += choice.built
             if self.spec.kernel_modules != "build":
@@ -241,7 +236,7 @@ class DistributionDriver(PackagedDriver):
             what = f"{row.name} {row.version}{where} has no NVIDIA driver of its own that gpuprov knows"
             seen = f"gpuprov_driver: distribution; these have one: {others}"
             yield Problem(what, seen, "set gpuprov_driver: runfile or packages")
-        elif not choice.key_package:
+        elif not self.key_package:
             branches = ", ".join(one.branch for one in own.branches if one.branch)
             has = f"it has the branches {branches}" if branches else "it has one driver, of whatever branch"
             yield Problem(
@@ -304,7 +299,7 @@ class DistributionDriver(PackagedDriver):
             yield self.not_loaded_problem("the driver")
             return
         stays = installed is not None and installed.branch == choice.branch.branch
-        version = self.facts.driver_installed_version if stays else self._offered_version(choice.key_package)
+        version = self.facts.driver_installed_version if stays else self._offered_version(self.key_package)
         if version not in ("", loaded):
             what = f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match"
             runfile = f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}"'
@@ -316,7 +311,7 @@ class DistributionDriver(PackagedDriver):
         offers = self.facts.offers
         if offers is None or offers.problems or not self._questions():
             return
-        key = choice.key_package
+        key = self.key_package
         if offers.lacking((key,)):
             what = f"no repository of this host has branch {choice.branch.branch} of the distribution's driver"
             look = "apt-cache search --names-only 'nvidia-headless-[0-9]*-server' shows the branches"
