@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, WriteFile, restore_path
+from gpuprov.core.changes import Change, Json, Jsons, RemoveFile, WriteFile
 from gpuprov.core.system import System
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
@@ -58,11 +58,6 @@ def warning(facts: HostFacts, spec: HostSpec) -> str:
 @dataclass(frozen=True)
 class InstallNvidiaDocker(WriteFile):
     """Install gpuprov's nvidia-docker command. If a package replaces it later, the package's file stays."""
-
-    @classmethod
-    def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        if not cls.skipped_paths(system, before):
-            restore_path(system, before)
 
     @classmethod
     def skipped_paths(cls, system: System, before: Json) -> tuple[str, ...]:

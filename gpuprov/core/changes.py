@@ -136,7 +136,8 @@ class PathChange(Change):
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
-        restore_path(system, before)
+        if not cls.skipped_paths(system, before):
+            restore_path(system, before)
 
 
 @dataclass(frozen=True)
