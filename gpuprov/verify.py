@@ -123,7 +123,7 @@ def _device_nodes(system: System) -> Values:
         modes = ", ".join(f"{node.path} (it should be {node.mode:04o})" for node in driver.closed)
         raise Failed(f"other users than root may not open {modes}; run gpuprov install, which opens it")
     if absent := lacking(system):
-        reason = f"{absent[0]} is missing or masked: the next boot may make no device nodes and no CDI specification"
+        reason = f"{absent[0]} is missing, empty or masked: the next boot may make no nodes and no CDI specification"
         raise Failed(f"{reason}; run gpuprov install")
     return f"{len(driver.nodes)} present", ""
 

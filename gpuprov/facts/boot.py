@@ -61,7 +61,7 @@ def lacking(system: System) -> tuple[str, ...]:
     """Return missing or empty files, masked units, and links of units, that each boot of a host set up here needs."""
     there = {path: system.status(path) for path in _NEEDED}
     missing = tuple(path for path, one in there.items() if one is None or not one.size or one.target == "/dev/null")
-    return missing if len(missing) < len(_NEEDED) else ()
+    return missing if any(there.values()) else ()
 
 
 def python_of(unit: bytes) -> str:

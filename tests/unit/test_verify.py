@@ -256,8 +256,9 @@ def test_a_disabled_docker_is_named_as_such(host: RecordedHost) -> None:
         (RUNTIME, None, "runtime nvidia", f"{RUNTIME} is missing; run gpuprov install"),
         ("/dev/nvidia1", None, "device nodes", "/dev/nvidia1 is missing; run gpuprov install, which makes it"),
         ("/proc/driver/nvidia/version", None, "device nodes", "modprobe nvidia"),
-        (f"{UNITS}/{NODES}", b"", "device nodes", "/usr/lib/gpuprov/boot.pyz is missing"),
-        (PROGRAM, b"", "device nodes", f"{UNITS}/{NODES} is missing"),
+        (f"{UNITS}/{NODES}", b"x", "device nodes", "/usr/lib/gpuprov/boot.pyz is missing"),
+        (PROGRAM, b"x", "device nodes", f"{UNITS}/{NODES} is missing"),
+        (PROGRAM, b"", "device nodes", f"{PROGRAM} is missing, empty or masked"),
         (toolkit.CDI_SPECIFICATION, None, "CDI specification", "is missing"),
         (toolkit.CDI_SPECIFICATION, b"{}", "CDI specification", "does not describe the driver and GPUs"),
     ],
@@ -279,10 +280,10 @@ def test_a_file_that_is_missing_or_old_fails(
 def test_a_masked_unit_of_the_boot_fails(host: RecordedHost) -> None:
     for path in (PROGRAM, *(f"{folder}/{NODES}" for folder in (UNITS, f"{UNITS}/multi-user.target.wants"))):
         host.make_directory(str(Path(path).parent))
-        host.write(path, b"")
+        host.write(path, b"x")
     host.make_link(f"{UNITS}/{NODES}", "/dev/null")
     reason = checks(host)[1]["device nodes"].reason
-    assert reason.startswith(f"{UNITS}/{NODES} is missing or masked: the next boot may make no device nodes")
+    assert reason.startswith(f"{UNITS}/{NODES} is missing, empty or masked: the next boot may make no nodes")
 
 
 def test_without_an_image_no_container_is_tried(host: RecordedHost) -> None:
