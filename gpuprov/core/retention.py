@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from gpuprov.core.changes import Change
 from gpuprov.core.files import FileStatus
-from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Run, pruned_numbers, read_runs, run_number
+from gpuprov.core.journal import PRUNED, RUNS_DIRECTORY, Run, pruned_numbers, read_runs, run_number, written_files
 from gpuprov.core.places import CACHE_DIRECTORY, COPIES, KEPT, KEPT_PACKAGES, REPAIRS
 from gpuprov.core.system import System
 from gpuprov.protocol.dataclass import dataclass
@@ -127,12 +127,8 @@ def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, 
     totals = itertools.accumulate(reversed(sizes[-JOURNALS.number :]))
     # The newest stays, whatever its size.
     newest = len(sizes) - max(sum(total <= JOURNALS.size for total in totals), min(len(sizes), 1))
-    written_later = {path for run in runs[newest:] for path in _written(run)}
-    last_writers: set[str] = set()
-    for run in reversed(runs[:newest]):
-        if not _written(run) <= written_later:
-            last_writers.add(run.path)
-        written_later |= _written(run)
+    written_later = written_files(runs[newest:])
+    last_writers = {run.path for path, (_, run) in written_files(runs[:newest]).items() if path not in written_later}
     restored: dict[str, set[str]] = collections.defaultdict(set)
     surplus = []
     for run in runs[:newest]:
@@ -147,7 +143,3 @@ def surplus_runs(runs: Sequence[Run], sizes: Sequence[int], kinds: Mapping[str, 
         for entry in run.undoable:
             restored[entry.kind] |= entry.paths
     return tuple(surplus)
-
-
-def _written(run: Run) -> set[str]:
-    return {path for entry in run.undoable for path in (entry.outcome or {}).get("written", {})}
