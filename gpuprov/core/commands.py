@@ -60,11 +60,8 @@ class Completed:
     @property
     def unanswered(self) -> bool:
         """Whether it says nothing, not even no: its time was over, a signal ended it, or systemd did not answer it."""
-        return self.returncode == TIMED_OUT or self.returncode > 128 or self._has_no_systemd
-
-    @property
-    def _has_no_systemd(self) -> bool:
-        return self.argv[:1] == ("systemctl",) and not self.ok and bool(_SILENT.search(self.stderr))
+        has_no_systemd = self.argv[:1] == ("systemctl",) and not self.ok and _SILENT.search(self.stderr) is not None
+        return self.returncode == TIMED_OUT or self.returncode > 128 or has_no_systemd
 
     def evidence(self, lines: int = 12) -> str:
         """Return the command, its exit code and the last lines it printed, for an error."""

@@ -226,37 +226,33 @@ def pruned_numbers(system: System) -> set[int]:
 def parse_run(path: str, text: str) -> Run:
     """Return the run in a journal's text. Raises GpuprovError for an unknown format, and for a damaged journal."""
     _require_known_format(path, text)
+    command, end, run_id, version = "", "", "", ""
+    entries: dict[int, Entry] = {}
     try:
-        return _run_of(path, text)
+        for record in _records(text):
+            if "run" in record:
+                command, run_id, version = record["run"], record.get("id", ""), str(record.get("version", ""))
+            elif "id" in record:
+                run_id = record["id"]
+            elif "begin" in record:
+                number = record["begin"]
+                entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
+                end = ""
+            elif "done" in record:
+                entry = entries[record["done"]]
+                entries[entry.number] = replace(entry, state="done", outcome=record["outcome"] or entry.outcome)
+            elif "undone" in record:
+                entries[record["undone"]] = replace(entries[record["undone"]], state="undone")
+            elif "end" in record:
+                end = record["end"]
     except (LookupError, TypeError) as error:
         raise _damaged(path, f"a line lacks, or names a change that is not there: {error}") from None
+    return Run(path, command, tuple(entries.values()), end, run_id, version)
 
 
 def _damaged(path: str, fault: str) -> GpuprovError:
     step = f"restore it from a backup; or mv {path} {path}.damaged: what that run changed can't be undone then"
     return GpuprovError("the journal of an earlier run is damaged", f"{path}: {fault}", step)
-
-
-def _run_of(path: str, text: str) -> Run:
-    command, end, run_id, version = "", "", "", ""
-    entries: dict[int, Entry] = {}
-    for record in _records(text):
-        if "run" in record:
-            command, run_id, version = record["run"], record.get("id", ""), str(record.get("version", ""))
-        elif "id" in record:
-            run_id = record["id"]
-        elif "begin" in record:
-            number = record["begin"]
-            entries[number] = Entry(number, record["key"], record["kind"], "begun", record["before"])
-            end = ""
-        elif "done" in record:
-            entry = entries[record["done"]]
-            entries[entry.number] = replace(entry, state="done", outcome=record["outcome"] or entry.outcome)
-        elif "undone" in record:
-            entries[record["undone"]] = replace(entries[record["undone"]], state="undone")
-        elif "end" in record:
-            end = record["end"]
-    return Run(path, command, tuple(entries.values()), end, run_id, version)
 
 
 def _require_known_format(path: str, text: str) -> None:
