@@ -45,8 +45,7 @@ def host_lock(
     with opened as file:
         _acquire(system, file.fileno(), wait_seconds, tell)
         # Children inherit the descriptor and hold the lock as long as they live.
-        flags = fcntl.fcntl(file.fileno(), fcntl.F_GETFD)
-        fcntl.fcntl(file.fileno(), fcntl.F_SETFD, flags & ~fcntl.FD_CLOEXEC)
+        os.set_inheritable(file.fileno(), True)
 
         def note(step: str) -> None:
             text = json.dumps({"pid": pid, "command": command, "since": since, "step": step})

@@ -85,12 +85,11 @@ class RunUnits(Change):
             unit: [verb for verb in ("is-enabled", "is-active") if is_active(system, unit, verb)] for unit in self.units
         }
 
-    def apply(self, system: System, tell: Tell) -> Json:
+    def apply(self, system: System, tell: Tell) -> None:
         for unit in self.units:
             system.require(("systemctl", "enable", unit), f"{unit} can't be enabled", f"systemctl status {unit}")
             if self.start:
                 RestartUnit(unit).apply(system, tell)
-        return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -124,8 +124,6 @@ def _asked(system: System, facts: HostFacts, context: PlanContext, steps: Sequen
     names = kernel.questions(context.driver) if "packages" in steps else ()
     if not names:
         return facts
-    # Most runs change nothing and query no repository.
-
     if dead := system.proxy_problem() or sources.dns_problem(system, facts.package_manager.name, facts.files):
         return replace(facts, offers=managers.Offers(facts.package_manager.name, {}, (dead,)))
     sink(Note(f"asking the repositories for {', '.join(names)}"))
