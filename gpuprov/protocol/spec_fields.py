@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar
 
-from marshmallow import RAISE, Schema, ValidationError, post_load, validate
+from marshmallow import Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
 from gpuprov.protocol.errors import Problem
@@ -90,11 +90,9 @@ _REASONS = {
 class Text(schema_fields.String):
     """A text, or a whole number, which YAML, INI and JSON make of a text such as 580; no other number."""
 
-    default_error_messages = {"float": "must be text (put a version number in quotes)"}  # noqa: RUF012
-
     def _deserialize(self, value: Any, attr: str | None, data: Any, **kwargs: Any) -> str:
         if isinstance(value, float):
-            raise self.make_error("float")
+            raise self.make_error("invalid")
         whole = isinstance(value, int) and not isinstance(value, bool)
         return str(super()._deserialize(str(value) if whole else value, attr, data, **kwargs))
 
@@ -125,9 +123,6 @@ def required(check: validate.Validator, words: validate.Validator | None = None)
 
 class _Rows(Schema):
     """What makes a dataclass of a mapping; each field of the dataclass says how its value is checked."""
-
-    class Meta:
-        unknown = RAISE
 
     kind: ClassVar[type[Any]]
 
