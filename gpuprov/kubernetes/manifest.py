@@ -65,8 +65,10 @@ def manifest(choice: Choice) -> Manifest:
     words = {"place": place, "selector": selector, "version": image.rpartition(":")[2]}
     notes = things["notes"]["dra" if choice.mode == "dra" else choice.strategy].format(**words).splitlines()
     shown = (line for line in notes if choice.test_pod or "pod/gpuprov-test" not in line)
-    made = [things["claim"]] if choice.mode == "dra" else _plugin(choice, place)
-    return Manifest(tuple(shown), (*made, *_test_pod(choice)))
+    made, pod = _plugin(choice, place, things), things["test-pod"]
+    if choice.mode == "dra":
+        made, pod = [things["claim"]], things["dra-test-pod"]
+    return Manifest(tuple(shown), (*made, *([pod] if choice.test_pod else ())))
 
 
 def require_namespace(name: str) -> None:
@@ -76,18 +78,16 @@ def require_namespace(name: str) -> None:
         raise UsageError("this is no name of a namespace", f"--namespace {name[:100]}", step)
 
 
-def _plugin(choice: Choice, place: str) -> list[Object]:
-    things = objects()
+def _plugin(choice: Choice, place: str, things: Object) -> list[Object]:
     made: Object = things["device-plugin"]
     made["metadata"]["namespace"] = place
     pod = made["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     variables = {"DEVICE_LIST_STRATEGY": STRATEGIES[choice.strategy], "MIG_STRATEGY": choice.mig}
-    if choice.mig != "none":
-        variables["NVIDIA_MIG_MONITOR_DEVICES"] = "all"
-        # MIG devices are watched through /proc/driver/nvidia/capabilities, for which NVIDIA's chart adds SYS_ADMIN.
-        container["securityContext"] = {"capabilities": {"add": ["SYS_ADMIN"]}}
     container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
+    if choice.mig != "none":
+        container["env"] += things["mig"]["env"]
+        container["securityContext"] = things["mig"]["securityContext"]
     if choice.strategy == "cdi":
         container["env"] += things["cdi"]["env"]
         container["volumeMounts"] += things["cdi"]["volumeMounts"]
@@ -95,21 +95,6 @@ def _plugin(choice: Choice, place: str) -> list[Object]:
     if choice.node_selector:
         del pod["affinity"]
         pod["nodeSelector"] = dict(choice.node_selector)
-    # kube-system is there. The plugin mounts folders of the host, which only `privileged` allows.
-    metadata = {"name": place, "labels": {"pod-security.kubernetes.io/enforce": "privileged"}}
-    namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": metadata}
-    return [*([namespace] if place != "kube-system" else []), things["runtime-class"], made]
-
-
-def _test_pod(choice: Choice) -> list[Object]:
-    """Return the pod that lists the one GPU it gets, by the device plugin or by a claim; nothing if not wanted."""
-    if not choice.test_pod:
-        return []
-    made: Object = objects()["test-pod"]
-    if choice.mode == "dra":
-        del made["spec"]["runtimeClassName"]
-        made["spec"]["resourceClaims"] = [{"name": "gpu", "resourceClaimTemplateName": "gpuprov-gpu"}]
-        resources = made["spec"]["containers"][0]["resources"]
-        del resources["limits"]["nvidia.com/gpu"]
-        resources["claims"] = [{"name": "gpu"}]
-    return [made]
+    things["namespace"]["metadata"]["name"] = place
+    # kube-system is there.
+    return [*([things["namespace"]] if place != "kube-system" else []), things["runtime-class"], made]
