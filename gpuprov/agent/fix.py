@@ -89,8 +89,9 @@ def fix(run: RunContext) -> Finished:
     done = repair.carry_out(run, work.repair)
     if isinstance(done, Finished):
         return replace(done, changed=done.changed + work.made)
-    work.made += not done.problems
-    return repair.judged(run, _finished(run, _look(run), work), done.found, done.problems)
+    found, problems = done
+    work.made += not problems
+    return repair.judged(run, _finished(run, _look(run), work), found, problems)
 
 
 def _rounds(run: RunContext, journal: Journal, look: _Look, work: _Work) -> _Look:

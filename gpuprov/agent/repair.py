@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Union
 
 from gpuprov.agent.context import RunContext
 from gpuprov.agent.install import begin_reboot, leave_resume
@@ -44,8 +43,6 @@ _SINGLY = 0x2080
 _KMSG = "/dev/kmsg"
 # GPUs come into the NVLink fabric, and a host into its IMEX domain, a while after a reset, and after a boot.
 _JOINING, _JOINING_SECONDS = {"fabric-state", "fabric-manager-missing", "imex-missing"}, 120.0
-# A reboot has followed, and the caller repeats the request; or what health says after the repair.
-Outcome = Union[Finished, "Result"]
 
 
 @dataclass(frozen=True)
@@ -116,14 +113,6 @@ class Repair:
     def changes(self) -> tuple[PlannedChange, ...]:
         """The change to announce; none for a repair that is not done."""
         return (PlannedChange(STEP, STEP, self.summary, disturbs=True),) if self.action and not self.refused else ()
-
-
-@dataclass(frozen=True)
-class Result:
-    """The findings after a repair, and what went wrong with it."""
-
-    found: tuple[HealthFound, ...]
-    problems: tuple[Problem, ...] = ()
 
 
 def repair_of(one: HealthFound) -> str:
@@ -204,8 +193,11 @@ def _users(system: System, running: RunningDriver, wanted: Repair) -> Users:
     return Users(tuple(sorted(containers.values())), tuple(ordered), tuple(others))
 
 
-def carry_out(run: RunContext, wanted: Repair) -> Outcome:
-    """Do the repair and judge the host again. Returns a Finished event if the host reboots now. Raises Stopped."""
+def carry_out(run: RunContext, wanted: Repair) -> Finished | tuple[tuple[HealthFound, ...], tuple[Problem, ...]]:
+    """Do the repair, judge the host again, and return the findings and what went wrong. Raises Stopped.
+
+    Returns a Finished event if the host reboots now: the caller repeats the request then.
+    """
     if run.stop_requested():
         raise Stopped([wanted.summary])
     system, begun = run.system, run.system.now()
@@ -242,7 +234,7 @@ def carry_out(run: RunContext, wanted: Repair) -> Outcome:
         problems = (Problem(f"stopped for the reset, and not started again: {names}", "", f"docker start {names}"),)
     outcome = "failed" if problems and verdict != "unfit" else verdict
     _keep(system, replace(record, after=found, outcome=outcome, problem="\n".join(map(str, problems))), path)
-    return Result(found, problems)
+    return found, problems
 
 
 def _reset(run: RunContext, wanted: Repair) -> None:

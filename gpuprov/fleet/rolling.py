@@ -243,18 +243,11 @@ def _values(target: HostTarget) -> dict[str, str]:
     return {"host": target.name, "address": target.address or target.name}
 
 
-@dataclass(frozen=True)
-class CommandEnd:
-    """The result of a command: `trouble` is empty on success; `output` has its last lines."""
-
-    trouble: str = ""
-    output: str = ""
-
-
-def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> CommandEnd:
+def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bool] = lambda: False) -> tuple[str, str]:
     """Run a command to its end, its timeout, or until `stop` is true; then kill its whole process group.
 
-    It has its own session, so Ctrl-C at the terminal does not reach it: the run decides what Ctrl-C ends.
+    Return why it failed, "" if it did not, and the last lines of its output. It has its own session, so Ctrl-C at the
+    terminal does not reach it: the run decides what Ctrl-C ends.
     """
     # The user's own language: an empty LC_ALL is as good as none.
     own = {"LC_ALL": "", **os.environ}
@@ -269,7 +262,7 @@ def run_host_command(words: Sequence[str], timeout: float, stop: Callable[[], bo
         stderr = stderr.rpartition("\n")[0]  # run_command's own line is the last one
     output = stderr if plain(stderr).strip() else done.stdout
     lines = [line[:_LONGEST_LINE] for line in output.split("\n") if line.strip()]
-    return CommandEnd(trouble, "\n".join(map(plain, lines[-_KEPT_LINES:])))
+    return trouble, "\n".join(map(plain, lines[-_KEPT_LINES:]))
 
 
 def verified(request: Request, sink: Sink, carry_out: CarryOut) -> Finished:
@@ -442,8 +435,8 @@ class Rolling:
     def _run(self, words: Sequence[str], *, interruptions: int) -> str:
         """Run a command until its end or that many Ctrl-C; return why it failed, with its output, or ""."""
         words = for_host(words, self.target)
-        ended = run_host_command(words, self.commands.timeout, lambda: self.interruptions() >= interruptions)
-        return f"{shlex.join(words)}: {ended.trouble}\n{ended.output}".rstrip() if ended.trouble else ""
+        trouble, output = run_host_command(words, self.commands.timeout, lambda: self.interruptions() >= interruptions)
+        return f"{shlex.join(words)}: {trouble}\n{output}".rstrip() if trouble else ""
 
     def _keep(self, state: DrainState) -> None:
         self._drain_now = Drain(state, self._before, self._after, moment(time.time()))
