@@ -261,10 +261,11 @@ def _ask(system: System, url: str) -> None:
             ).status_code
     except (requests.RequestException, ValueError) as error:
         raise _explained(system, url, error) from None
+    known = first_match("http", [f"HTTP {status}"])
     # Other refusals may concern the HEAD request only: the download will show.
-    if status in _HTTP_HINTS and status != 403:
+    if known and status != 403:
         seen = f"HTTP {status}{proxy_evidence(system, url)}"
-        raise GpuprovError(f"{masked(url)} can't be had", seen, _HTTP_HINTS[status])
+        raise GpuprovError(f"{masked(url)} can't be had", seen, f"{known[0].what}: {known[0].next_step}")
 
 
 def published_sha256(system: System, url: str) -> str:
@@ -391,20 +392,13 @@ def _get(system: System, url: str, start: int) -> requests.Response:
     status, reason = response.status_code, response.reason
     asked = response.headers.get("Retry-After", "")
     response.close()
-    next_step = _sourced(system, url, _HTTP_HINTS.get(status, "try again later"))
+    known = first_match("http", [f"HTTP {status}"])
+    next_step = _sourced(system, url, f"{known[0].what}: {known[0].next_step}" if known else "try again later")
     seen = f"HTTP {status} {reason}{proxy_evidence(system, url)}"
     error = GpuprovError(f"{masked(url)} can't be had", seen, next_step)
     if status in _PASSING:
         raise _Busy(error, min(float(asked), _LONGEST_PAUSE) if asked.isdecimal() else 0.0)
     raise error
-
-
-_HTTP_HINTS = {
-    401: "the server requires a login: put it into the URL; behind a proxy, gpuprov_proxy may lack the right one",
-    403: "the server refuses: check the URL, and whether a proxy stands between",
-    404: "there is no such file: check version and URL",
-    407: "the proxy requires a login: set gpuprov_proxy to http://USER:PASSWORD@PROXY:PORT",
-}
 
 
 def _require_room(system: System, path: str, size: int, url: str) -> None:

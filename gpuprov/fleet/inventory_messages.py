@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from gpuprov.core.commands import first_match
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.words import counted
@@ -22,7 +23,7 @@ _UNWRAPPED = 100_000  # columns
 WARNING = "[WARNING]: "
 _REFUSED = re.compile(r"Failed to parse inventory with '(?P<plugin>\w+)' plugin: (?P<reason>.+)")
 _NAMES_PLUGIN, _STDERR = "Plugin configuration YAML file", "Standard error from inventory script:\n"
-_TOO_DEEP, _DEEPEST = "nested too deep", 100
+_DEEPEST = 100
 
 
 @contextlib.contextmanager
@@ -82,7 +83,7 @@ def new_loader() -> Any:
             except yaml.YAMLError as error:  # Ansible reports it, except for the limit of libyaml itself
                 depth = _DEEPEST + 1 if "nesting depth" in str(error) else 0
             if depth > _DEEPEST:
-                raise ansible_error()(f"{_TOO_DEEP}: at most {_DEEPEST} levels are read")
+                raise ansible_error()(f"nested too deep: at most {_DEEPEST} levels are read")
             return super().load(data, *words, **options)
 
     return ShallowLoader()
@@ -128,17 +129,10 @@ def reason_of(source: str, output: Sequence[str]) -> str:
 
 def hint_for(text: str) -> str:
     """Return what to do about a path that the locale can't express, deep nesting, a vault or a plugin; else ""."""
-    if "codec can't encode" in text:
-        return "export LC_ALL=C.UTF-8, then run the same command again"
-    if _TOO_DEEP in text:
-        return "write it with fewer lists and dictionaries inside each other"
-    if "Decryption failed" in text or "found that could decrypt" in text:
-        return "the vault password is wrong: correct the file of --vault-password-file, or name another one"
-    if lacking := re.search(r"unknown plugin '(\w+\.\w+)\.", text):
-        return (
-            f"install its collection, for the Ansible that gpuprov has: ansible-galaxy collection install {lacking[1]}"
-        )
-    return "name the vault's password file with --vault-password-file" if "vault" in text.lower() else ""
+    if (found := first_match("ansible", [text])) is None:
+        return ""
+    named = re.search(found[0].pattern, text)
+    return found[0].next_step.format(**(named.groupdict() if named else {}))
 
 
 def ask_ansible(source: str) -> str:
