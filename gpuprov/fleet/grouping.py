@@ -122,10 +122,9 @@ def drained(results: Sequence[HostResult]) -> tuple[tuple[str, Drain], ...]:
 
 def still_drained(results: Sequence[HostResult]) -> str:
     """Return `; still drained: a, b` for the last line of a report, or nothing."""
-    sure = [plain(host) for host, drain in drained(results) if drain.state == "drained"]
-    unsure = [plain(host) for host, drain in drained(results) if drain.state == "failed"]
-    parts = (f"still drained: {listed(sure)}" if sure else "", f"drain failed: {listed(unsure)}" if unsure else "")
-    return "".join(f"; {part}" for part in parts if part)
+    found = drained(results)
+    hosts = {state: [plain(host) for host, drain in found if drain.state == state] for state in ("drained", "failed")}
+    return "".join(f"; {DRAIN_STATES[state][0]}: {listed(names)}" for state, names in hosts.items() if names)
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -86,16 +86,13 @@ def vulnerabilities(product: str, version: str, known: Iterable[Advisory]) -> Vu
     if not version_numbers(version):
         return None
     rows = [one for one in known if one.product == product]
-    found: dict[str, Advisory] = {}
-    unfixed = False
-    for bulletin in dict.fromkeys(one.bulletin for one in rows):
-        hit = _affected(product, version, [one for one in rows if one.bulletin == bulletin])
-        if hit is not None:
-            found[bulletin] = hit
-            unfixed = unfixed or (product == DRIVER and hit.branch != _branch(version))
+    bulletins = dict.fromkeys(one.bulletin for one in rows)
+    hits = (_affected(product, version, [one for one in rows if one.bulletin == name]) for name in bulletins)
+    found = tuple(one for one in hits if one is not None)
     if not found:
         return None
-    return Vulnerabilities(product, version, tuple(found.values()), _fix(version, rows, found, unfixed), unfixed)
+    unfixed = product == DRIVER and any(one.branch != _branch(version) for one in found)
+    return Vulnerabilities(product, version, found, _fix(version, rows, found, unfixed), unfixed)
 
 
 def known_vulnerabilities(versions: Mapping[str, str], tables: Tables) -> tuple[Vulnerabilities, ...]:
@@ -121,9 +118,9 @@ def _affected(product: str, version: str, members: list[Advisory]) -> Advisory |
     return min(later, key=lambda one: int(one.branch), default=None)
 
 
-def _fix(version: str, rows: list[Advisory], found: Mapping[str, Advisory], unfixed: bool) -> str:
+def _fix(version: str, rows: list[Advisory], found: Iterable[Advisory], unfixed: bool) -> str:
     """Return the oldest release that has all fixes: of the own branch, else of the long-term one or a later one."""
-    last = max((one.fixed_in for one in found.values()), key=version_numbers)
+    last = max((one.fixed_in for one in found), key=version_numbers)
     if not unfixed:
         return last
     newest, own = rows[0].bulletin, int(_branch(version))
