@@ -95,21 +95,18 @@ _MARKED = ("__ansible_vault", "__ansible_unsafe")
 
 def require_files(words: Sequence[str]) -> None:
     """Raise GpuprovError if -e names a missing file, or one that is no text; Ansible's own messages mislead."""
-    for word in words:
-        path = expanded(word[1:])
-        if not word.startswith("@"):
-            continue
+    for name in (word[1:] for word in words if word.startswith("@")):
+        path = expanded(name)
         if not path.is_file():
-            raise UsageError(
-                f"there is no file {word[1:]} with extra variables", f"-e {word}: {path.absolute()}", EXTRA_VARS_HINT
-            )
+            seen = f"-e @{name}: {path.absolute()}"
+            raise UsageError(f"there is no file {name} with extra variables", seen, EXTRA_VARS_HINT)
         try:
             path.read_text("utf-8")
         except UnicodeDecodeError as error:
-            step = f"write it as YAML, or move it away: mv {word[1:]} {word[1:]}.old"
-            raise UsageError(f"{word[1:]} is not text in UTF-8, so it has no variables", str(error), step) from None
+            step = f"write it as YAML, or move it away: mv {name} {name}.old"
+            raise UsageError(f"{name} is not text in UTF-8, so it has no variables", str(error), step) from None
         except OSError as error:
-            raise from_os_error(f"{word[1:]} can't be read", error) from None
+            raise from_os_error(f"{name} can't be read", error) from None
 
 
 def plain_extra_vars(words: Sequence[str]) -> tuple[dict[str, Any], str]:

@@ -135,13 +135,12 @@ def _exit_code(connection: Connection, channel: Any) -> int:
 
 
 def _write(channel: Any, pieces: Iterable[bytes], *, last: bool) -> None:
-    try:
+    # A command may end without reading it all; its exit code and stderr say why.
+    with contextlib.suppress(OSError):
         for piece in pieces:
             channel.sendall(piece)
         if last:
             channel.shutdown_write()
-    except OSError:
-        pass  # the command ended without reading it all; its exit code and stderr say why
 
 
 def _read_errors(

@@ -86,8 +86,7 @@ def percentage(label: str) -> Callable[[int, int], None]:
         nonlocal shown
         shows = f"{label} {100 * done // total} %" if done < total else " " * len(shown)
         if shows != shown and sys.stderr.isatty():
-            sys.stderr.write(f"\r{shows}" if done < total else f"\r{shows}\r")
-            sys.stderr.flush()
+            click.echo(f"\r{shows}" if done < total else f"\r{shows}\r", nl=False, err=True)
         shown = shows
 
     return show
