@@ -104,8 +104,7 @@ def checked_servers(data: Any, origin: str) -> Mapping[str, Any]:
             wrong.append(f"{str(name)[:40]!r} is no server of gpuprov's, or its URL is not one")
     if wrong or not isinstance(given, dict):
         raise tables.invalid_table(tables.SERVERS, "servers", origin, "; ".join(wrong[:3]))
-    found: Mapping[str, Any] = data
-    return found
+    return dict(data)
 
 
 # What a site may replace by a variable of the same name, and what refuses a wrong one.

@@ -22,8 +22,7 @@ _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 def objects() -> dict[str, Any]:
     """Return objects.yaml, by the names that it gives."""
-    found: dict[str, Any] = yaml.safe_load(pkgutil.get_data("gpuprov.kubernetes", "objects.yaml") or b"")
-    return found
+    return dict(yaml.safe_load(pkgutil.get_data("gpuprov.kubernetes", "objects.yaml") or b""))
 
 
 @dataclass(frozen=True)

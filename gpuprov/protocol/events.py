@@ -256,7 +256,7 @@ Event = Union[
 Sink = Callable[[Event], None]
 T = TypeVar("T")
 
-_CLASSES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Event)}
+_CLASSES: dict[str, type[Event]] = {cls.__name__: cls for cls in get_args(Event)}
 # How often an event may come in a run; the others may come 10,000 times.
 MOST: Mapping[type[Any], int] = {
     **dict.fromkeys((Started, Planned, FactsGathered, CudaSurveyed, Finished), 20), ChangeProgress: 1_000_000,
@@ -331,5 +331,4 @@ def from_line(line: str) -> Event | None:
     except ValueError:
         return None
     cls = _CLASSES.get(str(data.get("event", ""))) if isinstance(data, dict) else None
-    event: Event | None = None if cls is None else load(cls, data)
-    return event
+    return None if cls is None else load(cls, data)
