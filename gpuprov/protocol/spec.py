@@ -18,18 +18,13 @@ from gpuprov.protocol.codec import as_json
 from gpuprov.protocol.dataclass import dataclass, field, fields, replace
 from gpuprov.protocol.errors import UsageError
 from gpuprov.protocol.spec_fields import PREFIX, TextOrList, choice, flag, number, or_empty, several, text
-from gpuprov.protocol.tables import PACKAGED, RELEASES, Tables
+from gpuprov.protocol.tables import PACKAGED, RELEASES, Tables, packaged
 
 # Those that some driver branch of today serves; models.json knows their device ids.
 GENERATIONS = ("maxwell", "pascal", "volta", "turing", "ampere", "ada", "hopper", "grace-hopper", "blackwell", "rubin")
 HOST, IMAGE = "host", "image"
 # Read by the playbooks alone: how a play goes over its hosts, not what a host shall be.
-PLAY_VARIABLES = frozenset(
-    ("gpuprov_play_hosts", "gpuprov_play_serial", "gpuprov_play_any_errors_fatal", "gpuprov_play_bootstrap_python",
-     "gpuprov_play_bundle", "gpuprov_play_bundle_key", "gpuprov_play_container", "gpuprov_play_fix",
-     "gpuprov_play_remember", "gpuprov_play_upgrade", "gpuprov_play_before_host_tasks",
-     "gpuprov_play_after_host_tasks", "gpuprov_play_allow", "gpuprov_play_rollback_on_failure", "gpuprov_play_window")
-)  # fmt: skip
+PLAY_VARIABLES = frozenset(packaged("options")["play_variables"])
 
 
 @dataclass(frozen=True)
