@@ -7,13 +7,9 @@ command lines.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem
-
-if TYPE_CHECKING:
-    from urllib.parse import SplitResult
 
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 
@@ -26,26 +22,19 @@ class Proxy:
     no_proxy: str = ""
 
     @property
-    def _parts(self) -> SplitResult:
-        # Imported here: programs that run at boot have no proxy and do not need it.
-        from urllib.parse import urlsplit
-
-        # The environment's may be HOST:PORT.
-        return urlsplit(self.url if "://" in self.url else f"http://{self.url}")
-
-    @property
     def address(self) -> str:
         """Return its URL without user and password."""
         scheme, _, rest = self.url.rpartition("://")  # urlsplit() refuses some of what an environment may hold
         return f"{scheme or 'http'}://{rest.partition('/')[0].rpartition('@')[2]}" if self.url else ""
 
     @property
-    def host(self) -> str:
-        return self._parts.hostname or ""
+    def host_and_port(self) -> tuple[str, int]:
+        # Imported here: programs that run at boot have no proxy and do not need it.
+        from urllib.parse import urlsplit
 
-    @property
-    def port(self) -> int:
-        return self._parts.port or _DEFAULT_PORTS[self._parts.scheme]
+        # The environment's may be HOST:PORT.
+        parts = urlsplit(self.url if "://" in self.url else f"http://{self.url}")
+        return parts.hostname or "", parts.port or _DEFAULT_PORTS[parts.scheme]
 
     @property
     def environment(self) -> Mapping[str, str]:

@@ -257,11 +257,12 @@ class System:
         # Most runs have no proxy.
         import socket
 
+        host, port = self.proxy.host_and_port
         try:
-            with socket.create_connection((self.proxy.host, self.proxy.port), timeout=_CONNECT_SECONDS):
+            with socket.create_connection((host, port), timeout=_CONNECT_SECONDS):
                 return None
         except OSError as error:
-            return self.proxy.problem(f"connection to {self.proxy.host} port {self.proxy.port}: {error}")
+            return self.proxy.problem(f"connection to {host} port {port}: {error}")
 
     def connect(self, path: str, timeout: float) -> socket.socket:
         """Return a connection to the Unix socket at that path; each wait on it has this limit. Raises OSError."""

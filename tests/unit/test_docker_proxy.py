@@ -357,7 +357,7 @@ def test_a_wrong_no_proxy_is_refused(value: str) -> None:
 )
 def test_a_proxys_address_is_its_url_without_the_login(url: str, host: str, port: int, address: str) -> None:
     proxy = Proxy(url)
-    assert (proxy.host, proxy.port, proxy.address) == (host, port, address)
+    assert (*proxy.host_and_port, proxy.address) == (host, port, address)
 
 
 @pytest.mark.parametrize("url", ["http://u:p@[::1", "u:p@[::1"])
