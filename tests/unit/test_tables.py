@@ -31,8 +31,8 @@ from gpuprov.protocol.tables import PACKAGED, Tables
 from tests import simgpu
 from tests.unit.fake_host import FakeHost
 
-PROGRAMS = ("apt", "rpm", "installer", "fabric manager", "nvidia-smi", "container", "kubectl", "pod", "download", "http",
-            "ansible", "sudo", "login", "device node")  # fmt: skip
+PROGRAMS = ("apt", "rpm", "installer", "fabric manager", "nvidia-smi", "container", "kubectl", "pod", "download",
+            "http", "ansible", "sudo", "login", "device node")  # fmt: skip
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
