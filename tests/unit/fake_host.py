@@ -128,7 +128,7 @@ class FakeHost(System):
             "sh": self._runfile, "nvidia-uninstall": self._uninstall, "update-initramfs": self._update_initramfs,
             "lsinitramfs": lambda words: (0, self.read_text(words[0]) or ""), "modprobe": self._modprobe,
             "modinfo": self._modinfo, PYTHON: self._python,
-            "runc": lambda words: (0, "runc version 1.1.5\n"), "crun": lambda words: (0, "crun version 1.8.1\n"),
+            "runc": self._low_level_runtime, "crun": self._low_level_runtime,
         }  # fmt: skip
         program = programs.get(argv[0].rpartition("/")[2])
         if program is None:
@@ -139,6 +139,9 @@ class FakeHost(System):
     def _python(self, words: tuple[str, ...]) -> tuple[int, str]:
         """Be the Python that runs the tests, with a standard library below this root."""
         return 0, f"{self.python_version} {sys.implementation.cache_tag} /usr/lib\n"
+
+    def _low_level_runtime(self, words: tuple[str, ...]) -> tuple[int, str]:
+        return 0, "runc version 1.1.5\n"
 
     def _dpkg_query(self, words: tuple[str, ...]) -> tuple[int, str]:
         if "${Conffiles}" in words[1]:
