@@ -85,7 +85,8 @@ class Lab:
             self._stop_serving()
             self.network.down()
             if os.path.ismount(self.directory):
-                run(("umount", str(self.directory)))
+                # A host's last process may end a moment later; its image is removed with the mount.
+                run(("umount", "--lazy", str(self.directory)))
             run(("rm", "-rf", str(self.directory)), timeout=300)
 
     def take_disk(self) -> None:
