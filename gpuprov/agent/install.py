@@ -37,7 +37,7 @@ from gpuprov.protocol.events import ChosenDriver, Finished, Planned, PlannedChan
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
-from gpuprov.toolkit import InstallRuntime, WriteCdiSpecification, settings_problems
+from gpuprov.toolkit import InstallRuntime, WriteCdiSpecification, runtime_path, settings_problems
 
 # A diff of at most this many lines is shown itself.
 _SHORT_DIFF = 12
@@ -91,6 +91,7 @@ def install(run: RunContext) -> Finished:
         lost = _lost_gpus(run, facts)
         plan = _announced_plan(run, facts, lost)
         _require_described_driver(plan)
+        _require_runtime(run, plan)
         if _needs_package_manager(plan):
             # Before the first change: a run that fails here has changed nothing.
             wait_until_free(run.system, run.tell, facts.package_manager.lock_holder)
@@ -323,6 +324,14 @@ def _require_described_driver(plan: Plan) -> None:
         what = "the CDI specification describes the driver, and this run leaves out what the driver needs"
         seen = f"left out: {', '.join(_DRIVER_STEPS)}"
         raise GpuprovError(what, seen, "run these steps first, in playbooks the role driver: --tags driver,toolkit")
+
+
+def _require_runtime(run: RunContext, plan: Plan) -> None:
+    """Raise GpuprovError if an engine would get a runtime that does not exist: as the default, it starts nothing."""
+    path, steps = runtime_path(run.spec), {item.step for item in plan.changes}
+    if steps & {"docker", "engines"} and not steps & {"packages", "toolkit"} and not run.system.exists(path):
+        what, step = "this run registers a container runtime that is missing", "--tags repos,driver,toolkit,engine"
+        raise GpuprovError(what, f"ls {path}: No such file or directory", f"bring it too, in playbooks: {step}")
 
 
 def _require_settled(plan: Plan) -> None:

@@ -26,6 +26,7 @@ from gpuprov.protocol.request import Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import parse_spec, spec_to_json
 from tests import simgpu
+from tests.files import put
 from tests.unit.ask import ask, finished
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
@@ -36,7 +37,7 @@ PID = 4711
 
 
 class ProxyHost(FakeHost):
-    """A host with a driver, whose docker reads its drop-in when it starts."""
+    """A host with a driver and the runtime, whose docker reads its drop-in when it starts."""
 
     pid: str | None = str(PID)
     containers = "0"
@@ -44,6 +45,7 @@ class ProxyHost(FakeHost):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         simgpu.install_tree(root)
+        put(root / "usr/bin/gpuprov-container-runtime", "")
 
     def _systemctl(self, words: tuple[str, ...]) -> tuple[int, str]:
         if words == ("show", "docker.service", "--property=MainPID", "--value"):

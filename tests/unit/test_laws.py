@@ -267,6 +267,16 @@ def test_a_part_that_needs_one_left_out_is_refused(host: FakeHost, spec: HostSpe
     assert host.state() == before
 
 
+def test_no_engine_gets_a_runtime_that_is_missing(host: FakeHost, spec: HostSpec) -> None:
+    """As `--tags engine` on a bare host."""
+    before, request = host.state(), Request("install", spec_to_json(spec), steps=("docker", "engines"))
+    ended, _ = ask(host, request)
+    (problem,) = ended.problems
+    assert problem.what == "this run registers a container runtime that is missing"
+    assert "--tags repos,driver,toolkit,engine" in problem.next_step
+    assert host.state() == before
+
+
 def test_a_runtime_that_can_not_read_the_settings_replaces_no_other(host: FakeHost, spec: HostSpec) -> None:
     """After a downgrade, say: each container with GPUs would be refused."""
     host.make_directory("/etc/gpuprov", 0o755)
