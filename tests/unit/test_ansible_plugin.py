@@ -19,6 +19,7 @@ from ansible.vars.manager import VariableManager
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
 from gpuprov.cli.playbooks import write_playbooks
+from gpuprov.core.commands import Completed
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
@@ -227,6 +228,15 @@ def test_a_request_reaches_the_agent_beside_a_password(
     task._low_level_execute_command = lambda *_, **__: {**done, "stdout": "pipe"}
     task._with_file = lambda *_, **__: {**done, "stdout": "file"}
     assert plugin.ActionModule._on_host(task, "agent", b"request", become=bool(method)).stdout == how
+
+
+def test_a_become_user_who_is_not_root_is_named(plugin: ModuleType) -> None:
+    said = "/usr/bin/python3: can't open file '/root/.cache/gpuprov/agent-1.pyz': [Errno 13] Permission denied"
+    become = SimpleNamespace(get_option=lambda name, playcontext: "nobody")
+    task = SimpleNamespace(_connection=SimpleNamespace(become=become), _play_context=None)
+    with pytest.raises(GpuprovError, match="the task becomes nobody, and gpuprov requires root") as raised:
+        plugin.ActionModule._require_root(task, Completed((), 2, "", said))
+    assert "become_user" in raised.value.problems[0].next_step
 
 
 def test_a_request_that_arrived_in_part_does_not_stay_on_the_host(plugin: ModuleType) -> None:

@@ -281,7 +281,18 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             next_step = "is there room in root's home directory (df -h ~root)?"
             self._require(self._on_host(store, self._agent, become=True), _NOT_STORED, next_step)
             done = self._on_host(command, lines, become=True)
+        self._require_root(done)
         return done
+
+    def _require_root(self, done: Any) -> None:
+        """Raise UsageError if Python can't open the login user's agent: the task becomes a user who is not root."""
+        from gpuprov.agent.push import ending
+        from gpuprov.protocol.errors import UsageError
+
+        if done.returncode == 2 and "can't open file" in done.stderr and self._connection.become is not None:
+            user = self._connection.become.get_option("become_user", playcontext=self._play_context)
+            step = "remove become_user from task, play and inventory (ansible_become_user), or set it to root"
+            raise UsageError(f"the task becomes {user}, and gpuprov requires root", ending(done), step)
 
     def _prepare(self, request: Any) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
