@@ -267,12 +267,12 @@ def _flag_problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ..
 
 
 def plan(
-    facts: DockerFacts, entry: RuntimeEntry, *, drop: Sequence[str] = (), offline: bool = False
+    facts: DockerFacts, entry: RuntimeEntry, *, drop: Sequence[str] = (), offline: bool = False, new_hook: bool = False
 ) -> tuple[Change, ...]:
     """Return the change of docker's configuration file and its reload or restart; empty if all is right.
 
     `entry` with `cdi`: docker must read CDI specifications if its version can. `drop`: runtimes to remove. `offline`:
-    docker can't run here (an image).
+    docker can't run here (an image). `new_hook`: the run brings the hook of `--gpus`, which docker finds at its start.
     """
     if _file_problems(facts):
         return ()
@@ -284,8 +284,9 @@ def plan(
     cdi_waits = entry.cdi and cdi_of(facts).waits
     default_loaded = not entry.set_default or facts.default_runtime == RUNTIME
     loaded = (facts.runtimes or {}).get(RUNTIME) == entry.path and default_loaded
-    # No restart is made for it if that would stop containers.
-    is_loaded = text is None and (offline or (facts.active and loaded and not (cdi_waits and restart)))
+    # No restart is made for these two if that would stop containers.
+    waits = restart and (cdi_waits or (new_hook and restart_problem(facts.unit) is None))
+    is_loaded = text is None and (offline or (facts.active and loaded and not waits))
     if is_loaded and not facts.unit.is_disabled:
         return ()
     return (

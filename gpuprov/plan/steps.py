@@ -23,6 +23,7 @@ from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.events import Upgrade
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,10 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
     if spec.docker != "none":
         drop = facts.leftovers.dead_runtimes if spec.migrate_nvidia_docker else ()
         offline = facts.image is not None and facts.image.offline
-        changes = docker.plan(facts.docker, toolkit.docker_runtime(spec), drop=drop, offline=offline)
+        # A run without the step "toolkit" registers no runtime that is missing, so this one has it.
+        lacks = facts.files.keys().isdisjoint({LAUNCHER_PATH, NVIDIA_HOOK_PATH})
+        comes = lacks and bool(toolkit.plan_runtime(facts, spec))
+        changes = docker.plan(facts.docker, toolkit.docker_runtime(spec), drop=drop, offline=offline, new_hook=comes)
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     in_use = facts.docker_proxy_in_use
     proxy = docker_proxy.plan(facts.files, facts.docker, _docker_proxy(c), in_use=in_use, restarts=restarts)

@@ -277,6 +277,18 @@ def test_no_engine_gets_a_runtime_that_is_missing(host: FakeHost, spec: HostSpec
     assert host.state() == before
 
 
+def test_a_docker_that_began_before_the_hook_is_restarted_once(host: FakeHost, spec: HostSpec) -> None:
+    """Its daemon.json names the runtime, as a site's configuration management writes it."""
+    runtime = '{"runtimes": {"nvidia": {"path": "/usr/bin/gpuprov-container-runtime"}}}'
+    put(host.root / "etc/docker/daemon.json", runtime)
+    host.run(("systemctl", "restart", "docker.service"))
+    begun = host.docker_starts
+    install(host, spec)
+    assert host.docker_starts == begun + 1
+    install(host, spec)
+    assert host.docker_starts == begun + 1
+
+
 def test_a_runtime_that_can_not_read_the_settings_replaces_no_other(host: FakeHost, spec: HostSpec) -> None:
     """After a downgrade, say: each container with GPUs would be refused."""
     host.make_directory("/etc/gpuprov", 0o755)
