@@ -29,7 +29,7 @@ conditions({
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
         and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
     # A containerd that is an engine of its own has the rule engine-down.
-    "docker-containerd-down": lambda x: (unit := x.units.get(_CONTAINERD)) is not None and x.host.docker.active
+    "docker-containerd-down": lambda x: (unit := x.units.get(_CONTAINERD)) is not None and x.host.docker.installed
         and unit.load == "loaded" and "containerd" not in x.spec.engines
         and (unit.active in ("inactive", "failed") or (unit.active == "activating" and unit.result != "success"))
         and flag_values(x.host.docker.unit.arguments, "--containerd")[-1:] == ("/run/containerd/containerd.sock",)

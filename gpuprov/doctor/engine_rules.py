@@ -58,7 +58,9 @@ def engine_down(x: HostSnapshot) -> Seen | None:
     for name, facts in x.host.engines.items():
         name_of_unit = facts.unit or KNOWN[name].unit
         unit = x.units.get(name_of_unit)
-        if facts.program and unit is not None and unit.active in ("failed", "inactive"):
+        # `Restart=always`: systemd waits to start it once more.
+        again = unit is not None and unit.active == "activating" and unit.result != "success"
+        if facts.program and unit is not None and (again or unit.active in ("failed", "inactive")):
             return Seen(
                 f"systemctl show {name_of_unit}: {unit.active}, {unit.result}", name=name, unit=name_of_unit,
                 restart=restart_command(name, facts),
