@@ -99,7 +99,8 @@ class DockerLike:
         if not done.ok:
             full = re.search("no space left on device|disk quota exceeded", done.stderr, re.IGNORECASE)
             room = f"make room where {self.name} keeps images: {self.name} system df"
-            step = room if full else "give one with --image"
+            usable = system.run((self.name, "info"), timeout=_LIST_SECONDS).ok
+            step = room if full else "give one with --image" if usable else f"{self.name} info; correct what it names"
             raise GpuprovError("the verification image can't be built", done.evidence(4), step)
         # Of an older C library.
         for old in listed:

@@ -133,7 +133,9 @@ conditions({
         and version_numbers(version) < _FIRST_PODMAN_WITH_CDI
         and Seen(f"package podman: {version}", version=version, next_step=commands.install_packages(x, "podman"),
                  confidence=LIKELY if "podman" in x.host.engines else ""),
-    "containers-left-out": lambda x: x.containers.why
+    "podman-fails": lambda x: x.containers.why.startswith("`podman ps")
+        and Seen(x.containers.why, confidence=CERTAIN if "podman" in x.host.engines else WARNING),
+    "containers-left-out": lambda x: x.containers.why and not x.containers.why.startswith("`podman ps")
         and f"examined: {len(x.containers.examined)}, left out: {x.containers.left or 'not known'}",
 })  # fmt: skip
 

@@ -379,7 +379,7 @@ def gather_containers(system: System) -> Containers:
 
 def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, str]], why: list[str]) -> None:
     try:
-        waiting.extend(_with_gpus(system))
+        waiting.extend(_with_gpus(system, why))
         for engine, name in tuple(waiting[:MOST_CONTAINERS]):
             # One that has stopped meanwhile can't be read.
             with contextlib.suppress(GpuprovError, OSError):
@@ -389,7 +389,7 @@ def _examine_all(system: System, found: list[Loaded], waiting: list[tuple[str, s
         why.append(f"{type(error).__name__}: {str(error)[:200]}")
 
 
-def _with_gpus(system: System) -> list[tuple[str, str]]:
+def _with_gpus(system: System, why: list[str]) -> list[tuple[str, str]]:
     """Return engine and name of each running container that has the driver's device node."""
     found = []
     for engine in ENGINES:
@@ -397,6 +397,8 @@ def _with_gpus(system: System) -> list[tuple[str, str]]:
             continue
         listed = system.run((engine, "ps", "--format", "{{.Names}}"), timeout=_ENGINE_SECONDS)
         names = listed.stdout.split() if listed.ok else []
+        # Of a docker that does not answer, other rules know.
+        why.extend([listed.evidence(2)] if engine == "podman" and not listed.ok else [])
         if not names:
             continue
         words = (engine, "inspect", "--type", "container", "--format", "{{.State.Pid}} {{.Name}}", "--", *names)

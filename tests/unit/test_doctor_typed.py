@@ -11,7 +11,7 @@ from tests.unit.doctor.rows_kernel import KERNEL_EXCUSES
 KINDS = {
     "firmware": "needs what a machine's firmware does: Secure Boot and its keys, the reset of a real GPU",
     "switches": "needs NVSwitches, and NVIDIA's own fabric manager, which no public package source has",
-    "system": "needs another system than a lab's: SELinux, WSL, snap, a rootless docker, podman as docker, kata",
+    "system": "needs another system than a lab's: SELinux, WSL, snap, a rootless docker, podman, kata",
     "toolkit": "only NVIDIA's own nvidia-container-cli says it, which no public package source has",
     "release": "advises a newer release than any package source of that system has",
     "container host": "the command is for the machine around a system container, whose kernel has no NVIDIA module",

@@ -128,7 +128,19 @@ def test_a_full_disk_asks_for_room_and_not_for_another_image(monkeypatch: pytest
     monkeypatch.setattr(engines, "own_image", lambda system: SimpleNamespace(tag="1", root=lambda: b""))
     full = Docker()
     full.answers |= {"images": (0, "", ""), "import": (1, "", "write /x/link: no space left on device")}
+    full.answers["info"] = (0, "", "")
     assert refused(DOCKER.image, full).next_step.endswith("docker system df")
+
+
+@pytest.mark.parametrize(("info", "step"), [(0, "give one with --image"), (125, "podman info; correct what it names")])
+def test_an_engine_that_takes_no_image_at_all_is_to_be_corrected(
+    monkeypatch: pytest.MonkeyPatch, info: int, step: str
+) -> None:
+    """As a podman with an invalid file in containers.conf.d."""
+    monkeypatch.setattr(engines, "own_image", lambda system: SimpleNamespace(tag="1", root=lambda: b""))
+    podman = Docker()
+    podman.answers |= {"images": (0, "", ""), "import": (125, "", "toml: line 1"), "info": (info, "", "toml: line 1")}
+    assert refused(PODMAN.image, podman).next_step == step
 
 
 def test_a_difference_shows_both_sides_and_what_to_do() -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from gpuprov.core.changes import FileFact
 from gpuprov.doctor.finding import LIKELY, POSSIBLE, WARNING
-from gpuprov.doctor.snapshot import HostSnapshot
+from gpuprov.doctor.snapshot import Containers, HostSnapshot
 from gpuprov.engines.cri_status import CriStatus
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_unit import DAEMON_JSON, DockerUnit
@@ -270,6 +270,12 @@ ENGINE_ROWS = (
         both(host(engines=containerd(CRI), kubernetes=("kubelet",)),
              text(KUBELET_CONFIG, "apiVersion: kubelet.config.k8s.io/v1beta1\ncgroupDriver: systemd\n")),
         "no SystemdCgroup = true for runc", "SystemdCgroup = true", POSSIBLE),
+    Row("podman-fails",
+        both(host(engines=registered("podman")),
+             lambda x: replace(x, containers=Containers(why="`podman ps` exited 125\ntoml: line 1"))),
+        "toml: line 1", "podman info  # correct"),
+    Row("podman-fails", lambda x: replace(x, containers=Containers(why="`podman ps` exited 125")), "exited 125",
+        "podman info", WARNING),
     Row("podman-without-cdi", both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))), "3.0.1",
         "apt-get install -y podman", LIKELY),
     Row("refresh-unit-failed", unit("gpuprov-refresh.service", active="failed", result="exit-code"), "exit-code",
@@ -426,7 +432,7 @@ ENGINE_GROUPS = (
 # Kind (test_doctor_typed.py) → rules whose command no test types.
 ENGINE_EXCUSES = {
     "system": {"bpf-refused", "default-runtime-isolates", "docker-is-podman", "docker-rootless", "docker-snap",
-               "selinux-denies"},
+               "podman-fails", "selinux-denies"},
     "release": {"podman-without-cdi"},
     "toolkit": {"library-not-loaded"},
 }  # fmt: skip

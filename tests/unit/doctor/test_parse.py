@@ -191,6 +191,19 @@ def test_an_examination_that_breaks_is_told(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == ""
 
 
+def test_a_podman_that_fails_is_told() -> None:
+    class Podman(Docker):
+        def which(self, program: str) -> str | None:
+            return f"/usr/bin/{program}"
+
+        def answer(self, argv: tuple[str, ...]) -> Answer:
+            return super().answer(argv) if argv[0] == "docker" else (125, "", "toml: line 1")
+
+    found = gather_containers(Podman("a", "gone"))
+    seen = "`podman ps --format {{.Names}}` exited 125\ntoml: line 1"
+    assert found == Containers((Loaded("docker", "a"),), 0, seen)
+
+
 @pytest.mark.parametrize("asked_while", ["ps", "inspect"])
 def test_a_stop_among_containers_is_the_callers_to_notice(asked_while: str) -> None:
     asked: list[str] = []

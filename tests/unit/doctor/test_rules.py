@@ -283,7 +283,7 @@ PROGRAMS = {
     "echo", "gpuprov",
     "grep", "journalctl", "kill", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
     "nvidia-bug-report.sh", "nvidia-ctk", "nvidia-imex-ctl", "openssl",
-    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "pid=$(cat", "poweroff",
+    "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "pid=$(cat", "podman", "poweroff",
     "printf", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
