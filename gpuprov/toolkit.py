@@ -116,7 +116,10 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
     found = ((facts.files.get(path), mode, content) for path, mode, content in files)
     current = all(there is not None and there.is_roots(content, mode) for there, mode, content in found)
-    return () if current and not stale and facts.bytecode_current else (InstallRuntime(files, python, stale),)
+    # Engines of other users start it too.
+    opened = (SetMode(path, mode | 0o555) for path, mode in facts.runtime_modes.items() if mode & 0o555 != 0o555)
+    current = current and not stale and facts.bytecode_current
+    return (*(() if current else (InstallRuntime(files, python, stale),)), *opened)
 
 
 def is_runtimes(path: str) -> bool:

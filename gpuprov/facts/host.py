@@ -83,7 +83,8 @@ class HostFacts:
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
     broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: so
-    has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no /etc/cdi. `hiding`:
+    has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no /etc/cdi. `runtime_modes`: of
+    the folders of gpuprov's container runtime. `hiding`:
     libraries that the loader takes in place of the driver's, if checked. `read_only`: places that an installation
     writes and that are mounted read-only → their mount. `pinned_out`: packages to install that apt's preferences
     exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
@@ -129,6 +130,7 @@ class HostFacts:
     has_module: bool = True
     later_module: bool = False
     cdi_folder_mode: int | None = None
+    runtime_modes: Mapping[str, int] = field(default_factory=dict)
     hiding: tuple[HidingLibrary, ...] = ()
     read_only: Mapping[str, str] = field(default_factory=dict)
     pinned_out: tuple[PinnedOut, ...] = ()
@@ -232,6 +234,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         later_module=later is not None
         and later.release != kernel.release
         and _has_module(system, replace(kernel, release=later.release), driver),
+        runtime_modes={path: found.mode for path in _MANAGED_DIRECTORIES[-2:] if (found := system.status(path))},
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),

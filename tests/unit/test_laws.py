@@ -289,6 +289,17 @@ def test_a_docker_that_began_before_the_hook_is_restarted_once(host: FakeHost, s
     assert host.docker_starts == begun + 1
 
 
+def test_the_runtimes_folders_are_opened_to_other_users(host: FakeHost, spec: HostSpec) -> None:
+    """After `chmod -R go-rwx`, or a hardening script: rootless engines start the runtime too."""
+    install(host, spec)
+    folder = host.root / "usr/lib/gpuprov"
+    (folder / "runtime_hook").chmod(0o700)
+    folder.chmod(0o700)
+    assert finished(install(host, spec)).changed == 2
+    assert {one.stat().st_mode & 0o777 for one in (folder, folder / "runtime_hook")} == {0o755}
+    assert finished(install(host, spec)).changed == 0
+
+
 def test_a_runtime_that_can_not_read_the_settings_replaces_no_other(host: FakeHost, spec: HostSpec) -> None:
     """After a downgrade, say: each container with GPUs would be refused."""
     host.make_directory("/etc/gpuprov", 0o755)

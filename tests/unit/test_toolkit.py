@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -54,6 +54,7 @@ class Facts:
     driver: DriverFacts | None = None
     other_specifications: Mapping[str, bytes] | None = None
     cdi_folder_mode: int | None = 0o755
+    runtime_modes: Mapping[str, int] = field(default_factory=dict)
 
 
 def facts(files: Mapping[str, FileFact] | None = None, **more: Any) -> HostFacts:
