@@ -16,6 +16,7 @@ from ansible.inventory.manager import InventoryManager
 from ansible.parsing.dataloader import DataLoader
 from ansible.vars.hostvars import HostVars
 from ansible.vars.manager import VariableManager
+from jinja2 import ChainableUndefined, Environment
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
 from gpuprov.cli.playbooks import write_playbooks
@@ -319,3 +320,14 @@ def test_a_part_of_a_domain_is_refused(plugin: ModuleType, batch: list[str], alo
         return
     with pytest.raises(GpuprovError, match=f"this run leaves out {missing}"):
         plugin.ActionModule._require_whole_domain(task, request, alone=alone)
+
+
+def test_a_play_that_starts_at_a_later_task_does_it(plugin: ModuleType) -> None:
+    """`--start-at-task` leaves out the preflight, whose plan says whether there is something to do."""
+    (site,) = yaml.safe_load((PLAYBOOKS / "site.yml").read_text())
+    conditions = {role["when"] for role in site["roles"] if "preflight_plan" in str(role.get("when"))}
+    cases: tuple[tuple[dict[str, Any], bool], ...] = (({}, True), ({"preflight_plan": {"changes": []}}, False))
+    for known, expected in cases:
+        # As Ansible's, a value without a name has no attributes, and is no error before it is used.
+        environment = Environment(undefined=ChainableUndefined)
+        assert {environment.compile_expression(one)(**known) for one in conditions} == {expected}
