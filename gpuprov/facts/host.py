@@ -57,10 +57,11 @@ _MANAGED_FILES = (
     "/var/lib/gpuprov/driver-incomplete", IN_USE_MARK, STOPPED, PROFILE, OTHER_PROFILE, "/etc/dnf/dnf.conf",
     "/etc/dnf/modules.d/nvidia-driver.module", docker_proxy.DROP_IN,
 )  # fmt: skip
+_RUNTIME_DIRECTORIES = (deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook")
 _MANAGED_DIRECTORIES = (
     "/etc/apt/sources.list.d", "/etc/apt/keyrings", "/etc/apt/trusted.gpg.d", "/usr/share/keyrings",
     "/etc/yum.repos.d", "/etc/zypp/repos.d", RPM_KEYS,
-    "/etc/cdi", "/etc/gpuprov", deploy.LIBRARY_PATH, f"{deploy.LIBRARY_PATH}/runtime_hook",
+    "/etc/cdi", "/etc/gpuprov", *_RUNTIME_DIRECTORIES,
 )  # fmt: skip
 # Of logins (apt_auth.conf(5)), only gpuprov's are read.
 _LOGINS = "/etc/apt/auth.conf.d"
@@ -84,10 +85,9 @@ class HostFacts:
     an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
     broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: so
     has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no /etc/cdi. `runtime_modes`: of
-    the folders of gpuprov's container runtime. `hiding`:
-    libraries that the loader takes in place of the driver's, if checked. `read_only`: places that an installation
-    writes and that are mounted read-only → their mount. `pinned_out`: packages to install that apt's preferences
-    exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
+    the folders of gpuprov's container runtime. `hiding`: libraries that the loader takes in place of the driver's, if
+    checked. `read_only`: places that an installation writes and that are mounted read-only → their mount.
+    `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
     the installed files of gpuprov_watch, for a run that plans. `kinds`: what special machine this is (machines.json) →
     what shows it. `tables`: what the run knows of GPUs, drivers and problems.
     """
@@ -234,7 +234,7 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
         later_module=later is not None
         and later.release != kernel.release
         and _has_module(system, replace(kernel, release=later.release), driver),
-        runtime_modes={path: found.mode for path in _MANAGED_DIRECTORIES[-2:] if (found := system.status(path))},
+        runtime_modes={path: found.mode for path in _RUNTIME_DIRECTORIES if (found := system.status(path))},
         cdi_folder_mode=folder.mode if (folder := system.status("/etc/cdi")) else None,
         read_only=read_only_places(system.read_text("/proc/self/mountinfo") or ""),
         kubernetes=known.kubernetes_programs(system),
