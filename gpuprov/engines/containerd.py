@@ -252,7 +252,9 @@ def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str
     one_file = f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}"
     if request.drop_in is None:
         note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
-        return _in_place(system, request, files, holders[-1]), (note,)
+        # That of an earlier run, when no file had the table, would hide it.
+        earlier = toml.emptied(system, drop_in) if holders[-1] != drop_in else ()
+        return (*_in_place(system, request, files, holders[-1]), *earlier), (note,)
     note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
     edits = _by_drop_in(system, files, drop_in, toml.merged(plugin_values(files.version, files.source()), wanted))
     return edits, (note, *_woken(system, edits, drop_in))

@@ -174,7 +174,9 @@ class ConfigureEngine(Change):
         name = self.unit.removesuffix(".service")
         if not self.edits:
             return f"restart {name}: it runs and has not read its files ({self._fate()})"
-        written = f"write {', '.join(edit.path for edit in self.edits)}"
+        verbs = {"write": [one.path for one in self.edits if one.after is not None]}
+        verbs["remove"] = [one.path for one in self.edits if one.after is None]
+        written = " and ".join(f"{verb} {', '.join(paths)}" for verb, paths in verbs.items() if paths)
         if not name:
             return written
         if not self.restart:

@@ -154,6 +154,18 @@ def test_file_that_takes_the_runtime(
         assert system.exists(name) is (name in files)
 
 
+@pytest.mark.parametrize("later", [MAIN, "/etc/containerd/conf.d/20-site.toml"])
+def test_an_own_drop_in_does_not_hide_the_table_that_somebody_writes_later(tmp_path: Path, later: str) -> None:
+    """containerd 1.x takes the last table alone: sandbox image and SystemdCgroup were lost."""
+    system, executable = host(tmp_path, {MAIN: 'version = 2\nimports = ["conf.d/*.toml"]\n'}, OLD)
+    assert changed(configured(system, "containerd", executable=executable)) == [DROP_IN]
+    head = "" if later != MAIN else 'version = 2\nimports = ["conf.d/*.toml"]\n'
+    system.write(later, f"{head}{CRI_2}".encode())
+    assert changed(configured(system, "containerd", executable=executable)) == [later, DROP_IN]
+    assert not system.exists(DROP_IN) and "gpuprov" in str(system.read_text(later))
+    assert changed(configured(system, "containerd", executable=executable)) == []
+
+
 def test_import_stays_for_those_who_came_to_need_it(tmp_path: Path) -> None:
     system, executable = host(tmp_path, {MAIN: "version = 3\n"}, NEW)
     configured(system, "containerd", executable=executable)

@@ -489,3 +489,9 @@ def test_containerd_1_7_gets_cdi_unless_it_is_configured(version: str, text: str
     assert isinstance(change, ConfigureEngine)
     added = b"".join(edit.after or b"" for edit in change.edits).count(b"enable_cdi = true") - config.count(b"= true")
     assert added == enabled
+
+
+def test_a_drop_in_that_goes_is_said_to_go() -> None:
+    edits = (FileEdit("/a", b"1", b"2"), FileEdit("/b", b"1", None))
+    assert ConfigureEngine("podman", edits).summary() == "write /a and remove /b"
+    assert ConfigureEngine("podman", edits[1:]).summary() == "remove /b"
