@@ -81,15 +81,16 @@ class HostFacts:
     requested. `offers`: what the repositories have of the packages that a plan depends on, if they were queried.
     `upgrade`: whether the user asks for the newest driver of the branch that packages hold.
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
-    `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the GPUs in
-    an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`: missing or
-    broken driver files. `has_module`: the running kernel has a module of the driver that it takes. `later_module`: so
-    has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no /etc/cdi. `runtime_modes`: of
-    the folders of gpuprov's container runtime. `hiding`: libraries that the loader takes in place of the driver's, if
-    checked. `read_only`: places that an installation writes and that are mounted read-only → their mount.
-    `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`:
-    the installed files of gpuprov_watch, for a run that plans. `kinds`: what special machine this is (machines.json) →
-    what shows it. `tables`: what the run knows of GPUs, drivers and problems.
+    `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the
+    GPUs in an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`:
+    missing or broken driver files. `has_module`: the running kernel has a module of the driver that it takes.
+    `later_module`: so has a newer kernel, which the next boot runs. `cdi_folder_mode`: None if there is no
+    /etc/cdi. `runtime_modes`: of the folders of gpuprov's container runtime. `hiding`: libraries that the loader
+    takes in place of the driver's, if checked. `read_only`: places that an installation writes and that are mounted
+    read-only → their mount. `pinned_out`: packages to install that apt's preferences exclude. `leftovers`: remains
+    of nvidia-docker 1 and 2. `image`: the image that the disk becomes, if any. `watch`: the installed files of
+    gpuprov_watch, for a run that plans. `kinds`: what special machine this is (machines.json) → what shows it.
+    `tables`: what the run knows of GPUs, drivers and problems.
     """
 
     os: OperatingSystem
