@@ -7,6 +7,7 @@ last: they exist as long as there is something to undo.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping
 
 from gpuprov.agent.context import RunContext, devices_to_lose, keep_devices
@@ -184,7 +185,8 @@ def _survey(system: System) -> _Removal:
         step = f"put {STATE_DIRECTORY} back from a backup, then run the same command again"
         problems: tuple[Problem, ...] = (Problem(what, lost, step),)
     else:
-        problems = (*_container_problems(system), *undo_obstacles(system, runs, CHANGE_KINDS)) if runs else ()
+        hindered = (*_orphans(system, runs), *undo_obstacles(system, runs, CHANGE_KINDS))
+        problems = (*_container_problems(system), *hindered) if runs else ()
     return _Removal(runs, _irreversible(system, runs), problems, _leftovers(system, runs), images_left(system))
 
 
@@ -200,7 +202,18 @@ def _last_run(context: RunContext) -> _Removal:
             raise GpuprovError(what, run.path, "gpuprov rollback --check shows what it would undo first")
         run = None
     runs = (run,) if run else ()
-    return _Removal(runs, _irreversible(system, runs), undo_obstacles(system, runs, CHANGE_KINDS))
+    problems = (*_orphans(system, runs), *undo_obstacles(system, runs, CHANGE_KINDS))
+    return _Removal(runs, _irreversible(system, runs), problems)
+
+
+def _orphans(system: System, runs: tuple[Run, ...]) -> Iterator[Problem]:
+    """Yield the problem of podman's containers that run on without podman, which these runs installed."""
+    added = (name for run in runs for entry in run.undoable for name in (entry.outcome or {}).get("added", ()))
+    goes = any(re.match(r"podman(-[\d:]|$)", name) for name in added)
+    if names := sorted(row[3] for row in _containers(system, "podman")) if goes else []:
+        what = "containers of podman still run, and without podman, which this removes, nothing can stop them"
+        step = f"{stop_command(names, 'podman')}, then run the same command again"
+        yield Problem(what, f"podman ps: {', '.join(names)}", step)
 
 
 def _container_problems(system: System) -> Iterator[Problem]:
