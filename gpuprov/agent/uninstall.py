@@ -180,14 +180,18 @@ def _fetch_driver(run: RunContext, removal: _Removal) -> tuple[str, ...]:
 def _survey(system: System) -> _Removal:
     every = journal.read_runs(system)
     runs = tuple(run for run in reversed(every) if run.undoable)
+    problems: tuple[Problem, ...]
     if lost := _lost(system, every):
-        what = "what gpuprov changed on this host is not known any more, so it can't be undone: journals are gone"
-        step = f"put {STATE_DIRECTORY} back from a backup, then run the same command again"
-        problems: tuple[Problem, ...] = (Problem(what, lost, step),)
+        problems = (_journals_gone(lost),)
     else:
         hindered = (*_orphans(system, runs), *undo_obstacles(system, runs, CHANGE_KINDS))
         problems = (*_container_problems(system), *hindered) if runs else ()
     return _Removal(runs, _irreversible(system, runs), problems, _leftovers(system, runs), images_left(system))
+
+
+def _journals_gone(seen: str) -> Problem:
+    what = "what gpuprov changed on this host is not known any more, so it can't be undone: journals are gone"
+    return Problem(what, seen, f"put {STATE_DIRECTORY} back from a backup, then run the same command again")
 
 
 def _last_run(context: RunContext) -> _Removal:
@@ -202,6 +206,8 @@ def _last_run(context: RunContext) -> _Removal:
             raise GpuprovError(what, run.path, "gpuprov rollback --check shows what it would undo first")
         run = None
     runs = (run,) if run else ()
+    if not runs and not request.arguments.get("this_run") and (lost := _lost(system, journal.read_runs(system))):
+        return _Removal((), (), (_journals_gone(lost),))
     problems = (*_orphans(system, runs), *undo_obstacles(system, runs, CHANGE_KINDS))
     return _Removal(runs, _irreversible(system, runs), problems)
 

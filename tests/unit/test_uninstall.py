@@ -424,6 +424,9 @@ def test_without_all_journals_nothing_is_undone(host: FakeHost, gone: str, evide
     assert problem.evidence == evidence
     assert "from a backup" in problem.next_step
     assert whole_tree(host) == before
+    if gone == "var/lib/gpuprov":
+        assert finished(carry_out(host, "rollback")).problems == (problem,)
+    assert whole_tree(host) == before
 
 
 @pytest.mark.parametrize("command", ["rollback", "uninstall"])
