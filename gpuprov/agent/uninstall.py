@@ -24,7 +24,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.engines.containers import stop_command
 from gpuprov.engines.docker_unit import failure
-from gpuprov.facts.boot import gather_reboot
+from gpuprov.facts.boot import MANAGED, PROGRAM, gather_reboot, is_ours
 from gpuprov.packages.interface import require_answer
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.dataclass import dataclass, field
@@ -325,7 +325,7 @@ def _diff(system: System, entry: Entry, contents: dict[str, bytes | None]) -> st
 
 
 def _differences(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
-    """Return the files that differ from their oldest image."""
+    """Return the files that differ from their oldest image, and those of gpuprov that no journal names."""
     oldest: dict[str, Json] = {}
     for run in runs:
         for entry in run.undoable:
@@ -337,7 +337,12 @@ def _differences(system: System, runs: tuple[Run, ...]) -> tuple[str, ...]:
             oldest.update((image["path"], image) for image in images)
             for path in CHANGE_KINDS[entry.kind].skipped_paths(system, entry.before):
                 del oldest[path]
-    return tuple(f"{path}: {seen}" for path, image in sorted(oldest.items()) if (seen := _difference(system, image)))
+    different = {path: seen for path, image in oldest.items() if (seen := _difference(system, image))}
+    # Journals from a backup do not know the runs that came after it.
+    ours = (PROGRAM, LAUNCHER_PATH, *(path for path in MANAGED if is_ours(system.read_bytes(path) or b"")))
+    unknown = (path for path in ours if path not in oldest and system.exists(path))
+    different |= dict.fromkeys(unknown, "it is gpuprov's, and no journal names it")
+    return tuple(f"{path}: {seen}" for path, seen in sorted(different.items()))
 
 
 def _difference(system: System, image: Mapping[str, object]) -> str:

@@ -14,7 +14,7 @@ from gpuprov.boot.prepare import content_of
 from gpuprov.core.commands import Completed
 from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, read_runs
 from gpuprov.engines.containers import stop_command
-from gpuprov.facts.boot import NODES, REFRESH, UNITS
+from gpuprov.facts.boot import NODES, REFRESH, SERVE, SERVE_SOCKET, UNITS
 from gpuprov.facts.host import gather
 from gpuprov.facts.interpreter import MISSING
 from gpuprov.protocol.errors import ExitCode
@@ -427,6 +427,18 @@ def test_without_all_journals_nothing_is_undone(host: FakeHost, gone: str, evide
     if gone == "var/lib/gpuprov":
         assert finished(carry_out(host, "rollback")).problems == (problem,)
     assert whole_tree(host) == before
+
+
+def test_what_came_after_a_backup_of_the_journals_is_named(host: FakeHost) -> None:
+    done(carry_out(host, "install"))
+    kept, place = host.root.with_name("kept"), host.root / "var/lib/gpuprov"
+    subprocess.run(("cp", "-a", place, kept), check=True)
+    done(carry_out(host, "install", replace(SPEC, serve=True)))
+    subprocess.run(("sh", "-ec", 'rm -r "$2"; mv "$1" "$2"', "sh", kept, place), check=True)
+    (problem,) = finished(carry_out(host, "uninstall")).problems
+    assert "not all is as it was" in problem.what
+    own = "it is gpuprov's, and no journal names it"
+    assert problem.evidence.splitlines() == [f"{UNITS}/{name}: {own}" for name in (SERVE, SERVE_SOCKET)]
 
 
 @pytest.mark.parametrize("command", ["rollback", "uninstall"])
