@@ -152,7 +152,8 @@ def test_broken_connection_is_reported_and_next_run_resumes(server: Server, targ
     summary, notes = run(target, bundle)
     assert summary == arrived(bundle)
     (note,) = notes
-    assert 1_000_000 < int(note.partition("from byte ")[2].split()[0]) < SIZE
+    # Of what came, the server may hold 2 MiB for the program, the window of a channel.
+    assert 500_000 < int(note.partition("from byte ")[2].split()[0]) < SIZE
 
 
 def test_a_host_that_hangs_while_it_stores_the_bundle_is_left(tmp_path: Path, bundle: Path) -> None:
