@@ -13,7 +13,7 @@ from gpuprov.agent.probe import Probe, account_problem, sudo_problem
 from gpuprov.core.commands import NOT_EXECUTABLE, Completed
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.protocol.dataclass import dataclass
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import Problem, UsageError
 
 
 def _script(name: str, **words: str) -> str:
@@ -65,6 +65,13 @@ def unfinished_problem(
         return Problem("the host's Python lacks a part of its standard library", ending(done, ended=ended), step)
     step = "run the same command again; it resumes that run"
     return Problem("the agent ended without a result", ending(done, strays, ended=ended), step)
+
+
+def require_root(done: Completed, user: str) -> None:
+    """Raise UsageError if Python can't open the login user's agent: a task becomes this user, who is not root."""
+    if done.returncode == 2 and "can't open file" in done.stderr:
+        step = "remove become_user from task, play and inventory (ansible_become_user), or set it to root"
+        raise UsageError(f"the task becomes {user}, and gpuprov requires root", ending(done), step)
 
 
 def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tuple[Problem, bool]:

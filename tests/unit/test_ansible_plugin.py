@@ -19,6 +19,7 @@ from ansible.vars.manager import VariableManager
 from jinja2 import ChainableUndefined, Environment
 
 from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
+from gpuprov.agent.probe import Probe, Python
 from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.core.commands import Completed
 from gpuprov.fleet.agent_file import build_agent
@@ -234,9 +235,10 @@ def test_a_request_reaches_the_agent_beside_a_password(
 def test_a_become_user_who_is_not_root_is_named(plugin: ModuleType) -> None:
     said = "/usr/bin/python3: can't open file '/root/.cache/gpuprov/agent-1.pyz': [Errno 13] Permission denied"
     become = SimpleNamespace(get_option=lambda name, playcontext: "nobody")
-    task = SimpleNamespace(_connection=SimpleNamespace(become=become), _play_context=None)
+    task = SimpleNamespace(_connection=SimpleNamespace(become=become), _play_context=None, _digest="d")
+    task._on_host = lambda *_, **__: Completed((), 2, "", said)
     with pytest.raises(GpuprovError, match="the task becomes nobody, and gpuprov requires root") as raised:
-        plugin.ActionModule._require_root(task, Completed((), 2, "", said))
+        plugin.ActionModule._run_agent(task, Probe("Linux x86_64", 0, "/home", pythons=(Python("/p", (3, 11)),)), b"")
     assert "become_user" in raised.value.problems[0].next_step
 
 

@@ -208,8 +208,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             seconds=self._task.async_val,
             local_facts=_local_facts(self._task_vars),
         )
-        lines = f"{dump(request)}\n{dump(job)}\n".encode()
-        done = self._run_agent(probe, lines, JOB)
+        done = self._run_agent(probe, f"{dump(request)}\n{dump(job)}\n".encode(), JOB)
         self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
         return job
 
@@ -263,8 +262,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.protocol.errors import GpuprovError
 
         probe, request = self._prepare(request)
-        line = f"{dump(request)}\n".encode()
-        done = self._run_agent(probe, line)
+        done = self._run_agent(probe, f"{dump(request)}\n".encode())
         events, strays = split_output(done.stdout)
         if not any(type(event).__name__ == "Finished" for event in events):
             raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
@@ -272,7 +270,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _run_agent(self, probe: Any, lines: bytes, *arguments: str) -> Any:
         """Run the agent with this input; where root can't read what the login user stored, root stores its own."""
-        from gpuprov.agent.push import STORE, UNREADABLE, agent_command
+        from gpuprov.agent.push import STORE, UNREADABLE, agent_command, require_root
 
         command = shlex.join((*agent_command(probe, self._digest), *arguments))
         done = self._on_host(command, lines, become=True)
@@ -281,18 +279,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             next_step = "is there room in root's home directory (df -h ~root)?"
             self._require(self._on_host(store, self._agent, become=True), _NOT_STORED, next_step)
             done = self._on_host(command, lines, become=True)
-        self._require_root(done)
+        if (become := self._connection.become) is not None:
+            require_root(done, become.get_option("become_user", playcontext=self._play_context))
         return done
-
-    def _require_root(self, done: Any) -> None:
-        """Raise UsageError if Python can't open the login user's agent: the task becomes a user who is not root."""
-        from gpuprov.agent.push import ending
-        from gpuprov.protocol.errors import UsageError
-
-        if done.returncode == 2 and "can't open file" in done.stderr and self._connection.become is not None:
-            user = self._connection.become.get_option("become_user", playcontext=self._play_context)
-            step = "remove become_user from task, play and inventory (ansible_become_user), or set it to root"
-            raise UsageError(f"the task becomes {user}, and gpuprov requires root", ending(done), step)
 
     def _prepare(self, request: Any) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""

@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,11 +12,12 @@ from typing import Any
 import pytest
 
 from gpuprov.agent import install
+from gpuprov.agent.push import STORE_BUNDLE
 from gpuprov.agent.run import run_request
 from gpuprov.bundle.manifest import BundleFacts, BundleImage, BundlePackage, Manifest
 from gpuprov.core.changes import Change
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import FOLDER
+from gpuprov.core.places import CACHE_DIRECTORY, FOLDER
 from gpuprov.core.system import sha256_of
 from gpuprov.engines.containers import image_identity
 from gpuprov.facts.host import gather
@@ -393,3 +397,13 @@ def test_headers_of_kernels_to_come_are_asked_for_by_name(tmp_path: Path) -> Non
     says = problem(run(host))
     assert f"--kernel {RELEASE}" in says
     assert "--package linux-headers-amd64" in says
+
+
+def test_a_stored_bundle_leaves_the_upload_of_another_controller(tmp_path: Path) -> None:
+    ages = {"bundle-b-9.tar": 0, "bundle-c-9.tar.part": 0, "bundle-d-9.tar.part": 2 * 86400, "agent-e": 0}
+    for name, age in ages.items():
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    script = STORE_BUNDLE.replace(CACHE_DIRECTORY, str(tmp_path))
+    subprocess.run(("sh", "-c", script, "sh", "bundle-a-5.tar", "5"), input=b"whole", check=True, timeout=60)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent-e", "bundle-a-5.tar", "bundle-c-9.tar.part"]

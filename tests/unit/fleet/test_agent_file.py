@@ -21,9 +21,8 @@ import pytest
 import gpuprov
 from gpuprov import protocol
 from gpuprov.agent.probe import Probe, Python
-from gpuprov.agent.push import STORE, STORE_BUNDLE, UNREADABLE, agent_command, unfinished_problem
+from gpuprov.agent.push import STORE, UNREADABLE, agent_command, unfinished_problem
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
 from gpuprov.protocol.codec import dump
@@ -481,16 +480,6 @@ def test_a_full_disk_of_roots_is_named(account: Account) -> None:
     done = account.run('mount -t tmpfs -o size=4k none "$1"; head -c 4k /dev/zero > "$1/full"')
     assert (done.returncode, done.stdout) == (UNREADABLE, "")
     assert "No space left on device" in done.stderr
-
-
-def test_a_stored_bundle_leaves_the_upload_of_another_controller(tmp_path: Path) -> None:
-    ages = {"bundle-b-9.tar": 0, "bundle-c-9.tar.part": 0, "bundle-d-9.tar.part": 2 * 86400, "agent-e": 0}
-    for name, age in ages.items():
-        (tmp_path / name).touch()
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
-    script = STORE_BUNDLE.replace(CACHE_DIRECTORY, str(tmp_path))
-    subprocess.run(("sh", "-c", script, "sh", "bundle-a-5.tar", "5"), input=b"whole", check=True, timeout=60)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["agent-e", "bundle-a-5.tar", "bundle-c-9.tar.part"]
 
 
 @pytest.mark.root
