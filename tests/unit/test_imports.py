@@ -1,4 +1,6 @@
-"""Imports: none goes round in a circle, and a run that changes nothing loads no more than it needs."""
+"""Modules: none has over 500 lines, no import goes round in a circle, a run that changes nothing loads no more than it
+needs.
+"""
 
 import re
 import subprocess
@@ -52,3 +54,11 @@ def test_classes_that_travel_to_hosts_are_made_by_the_quick_dataclass() -> None:
     quick = package / "protocol/dataclass.py"
     slow = re.compile(r"^\s*(import dataclasses|from dataclasses import .*\bdataclass\b)", re.MULTILINE)
     assert [path for path in package.rglob("*.py") if path != quick and slow.search(path.read_text())] == []
+
+
+def test_no_file_of_python_has_more_than_500_lines() -> None:
+    """One that has is to be two: what does not fit into one head is not read."""
+    clone = Path(gpuprov.__file__).parents[1]
+    folders = ("gpuprov", "playbooks", "tests", "tools", "benchmarks")
+    lines = {path: path.read_bytes().count(b"\n") for folder in folders for path in (clone / folder).rglob("*.py")}
+    assert [str(path.relative_to(clone)) for path, number in lines.items() if number > 500] == []
