@@ -61,10 +61,12 @@ class FileStatus:
 
 
 def status_of(place: Path) -> FileStatus | None:
-    """Return the status of a path, or None if it does not exist."""
+    """Return the status of a path, or None if it does not exist, as below a loop of links."""
     try:
         found = os.lstat(place)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+            raise
         return None
     kind = next((name for is_of, name in _KINDS if is_of(found.st_mode)), "other")
     return FileStatus(

@@ -268,6 +268,7 @@ def test_a_foreign_file_is_small_and_no_link(system: System, tmp_path: Path) -> 
     assert system.read_foreign("/link", 64) == ""
     assert system.read_foreign("/loop", 64) == ""
     assert system.list_directory("/loop") == ()
+    assert system.status("/loop/daemon.json") is None
 
 
 def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> None:
