@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -190,14 +191,17 @@ def gather(system: System, engines: Iterable[str] = ()) -> HostFacts:
 
     `engines`: the engines besides docker to look at.
     """
-    os = gather_os(system)
-    # The distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora.
-    manager = manager_of(distribution_of(os))
-    packages = manager.gather(system)
-    driver = discover(system)
-    files = gather_files(system)
-    interpreter = gather_interpreter(system, _deployed_python(files))
-    docker = gather_docker(system)
+    # docker takes as long to answer as all other questions together.
+    with ThreadPoolExecutor(1) as beside:
+        asked = beside.submit(gather_docker, system)
+        os = gather_os(system)
+        # The distribution's own package manager: rpm can be installed on Debian too, and apt on Fedora.
+        manager = manager_of(distribution_of(os))
+        packages = manager.gather(system)
+        driver = discover(system)
+        files = gather_files(system)
+        interpreter = gather_interpreter(system, _deployed_python(files))
+        docker = asked.result()
     kernel = gather_kernel(system)
     later = kernels.newest(kernels.gather_kernels(system), kernel.release)
     cached = [f"{CACHE_DIRECTORY}/{name}" for name in system.list_directory(CACHE_DIRECTORY)]
