@@ -10,7 +10,7 @@ from gpuprov.cdi.generate import PATH
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.finding import CERTAIN, FILES, LIKELY, STEPS, UNITS, WARNING, Remedy
-from gpuprov.doctor.rules import Seen, conditions, rule
+from gpuprov.doctor.rules import Seen, conditions
 from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, HostSnapshot, host_paths
 from gpuprov.engines.docker import cdi_of
 from gpuprov.engines.docker_config import knows_cdi
@@ -54,7 +54,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def cdi_broken(x: HostSnapshot) -> Seen | None:
     for path, text in specifications(x).items():
         try:
@@ -70,7 +69,6 @@ def cdi_broken(x: HostSnapshot) -> Seen | None:
     return None
 
 
-@rule
 def cdi_names_absent_files(x: HostSnapshot) -> Seen | None:
     for path, text in specifications(x).items():
         if absent := [f"{path}:{line}: {named}" for named, line in host_paths(text) if named in x.absent]:
@@ -90,7 +88,6 @@ def _devices(text: str) -> tuple[str, frozenset[str]]:
     return compact[1] if compact else "", frozenset(names)
 
 
-@rule
 def cdi_closed(x: HostSnapshot) -> Seen | None:
     folders = [path for path in x.closed if path in SPECIFICATION_FOLDERS]
     changed = (("a+rx", folders), ("a+r", [path for path in x.closed if path not in folders]))
@@ -100,7 +97,6 @@ def cdi_closed(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, paths=" and ".join(x.closed), next_step=step, remedies=ours) if x.closed else None
 
 
-@rule
 def cdi_conflict(x: HostSnapshot) -> Seen | None:
     seen: dict[tuple[str, str], tuple[str, frozenset[str]]] = {}
     for path, text in sorted(specifications(x).items()):
@@ -121,7 +117,6 @@ def cdi_conflict(x: HostSnapshot) -> Seen | None:
 _NUMBER = re.compile(r"\d+(:\d+)?")
 
 
-@rule
 def cdi_covered(x: HostSnapshot) -> Seen | None:
     later = next((path for path in specifications(x) if path.startswith("/var/run/cdi/")), "")
     if PATH not in x.there or not later or _devices(x.texts[later])[0] != "nvidia.com/gpu":
@@ -141,7 +136,6 @@ def cdi_covered(x: HostSnapshot) -> Seen | None:
     return Seen(later, PATH, path=later, effect=effect, next_step=step, confidence=sure, remedies=(remedy,))
 
 
-@rule
 def cdi_off_in_docker(x: HostSnapshot) -> Seen | None:
     docker = x.host.docker
     if not docker.active or docker.cdi or not specifications(x) or not knows_cdi(docker.version):

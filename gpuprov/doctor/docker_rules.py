@@ -7,7 +7,7 @@ import shlex
 
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, UNITS, WARNING, Remedy
-from gpuprov.doctor.rules import Seen, conditions, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
 from gpuprov.engines.docker_config import parse_config
@@ -82,7 +82,6 @@ def _wrong(x: HostSnapshot) -> tuple[Problem, ...]:
     return parse_config(facts.config_text, facts.config_path, facts.version)[1]
 
 
-@rule
 def docker_missing(x: HostSnapshot) -> Seen | None:
     # docker needs containerd, which stays when docker is removed.
     others = x.host.kubernetes or _OTHER_ENGINES & x.there or (
@@ -95,7 +94,6 @@ def docker_missing(x: HostSnapshot) -> Seen | None:
     return Seen("command -v dockerd: nothing", *left, meaning=what)
 
 
-@rule
 def docker_mounts_apart(x: HostSnapshot) -> Seen | None:
     """Say whether containerd does not see the root file systems that docker mounts for its containers."""
     found = re.search(r"(?m)^ *\d+ (\S*/dockerd .*)", x.mount_namespaces)
@@ -111,7 +109,6 @@ def docker_mounts_apart(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, first="".join(steps)) if steps else None
 
 
-@rule
 def daemon_json_broken(x: HostSnapshot) -> Seen | None:
     facts, path = x.host.docker, x.host.docker.config_path
     wrong, said = _wrong(x), _refused(x)
@@ -137,7 +134,6 @@ def _refused(x: HostSnapshot) -> str:
     return x.host.docker.refused or logged
 
 
-@rule
 def docker_flags_twice(x: HostSnapshot) -> Seen | None:
     pattern = rf"{_FLAGS_TWICE}: (?P<names>[^\"]*?)(?:\(|$|\")"
     found = find_in_log(x.docker_log, pattern)
@@ -149,7 +145,6 @@ def docker_flags_twice(x: HostSnapshot) -> Seen | None:
     return Seen(seen, names=names.strip(" :"))
 
 
-@rule
 def docker_disabled(x: HostSnapshot) -> Seen | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     is_off = unit is not None and unit.load == "loaded" and unit.enabled == "disabled" and unit.active != "failed"
@@ -163,7 +158,6 @@ def docker_disabled(x: HostSnapshot) -> Seen | None:
     return Seen(seen, meaning=what, next_step=step, confidence=WARNING) if what else Seen(seen)
 
 
-@rule
 def docker_down(x: HostSnapshot) -> Seen | None:
     docker, unit = x.host.docker, x.units.get(_UNIT)
     if not docker.installed or docker.active or (unit is not None and unit.active == "active"):
@@ -176,7 +170,6 @@ def docker_down(x: HostSnapshot) -> Seen | None:
                 why=f"{'run' if unit else 'answer'}{reason}", confidence="" if unit else LIKELY)  # fmt: skip
 
 
-@rule
 def docker_not_restarted(x: HostSnapshot) -> list[str] | None:
     wanted, has = in_file(x), in_daemon(x)
     if not x.host.docker.active or not wanted or wanted == has:
@@ -185,7 +178,6 @@ def docker_not_restarted(x: HostSnapshot) -> list[str] | None:
     return [f"{_line_of(x, wanted)}: runtime nvidia is {wanted}", f"docker info: the running docker {known}"]
 
 
-@rule
 def runtime_unregistered(x: HostSnapshot) -> Seen | None:
     if not x.host.docker.active or in_file(x) or in_daemon(x) or _wrong(x):
         return None
@@ -201,7 +193,6 @@ def runtime_unregistered(x: HostSnapshot) -> Seen | None:
     )  # fmt: skip
 
 
-@rule
 def runtime_unsaved(x: HostSnapshot) -> Seen | None:
     by_flag = "add-runtime" in x.docker_unit or "add-runtime" in x.texts.get("/etc/default/docker", "")
     by_flag = by_flag or _RUNTIME in x.host.docker.unit.flag_runtimes
@@ -224,7 +215,6 @@ def _who_rewrites(x: HostSnapshot) -> str:
     return f"journalctl --no-pager --since @{written - 60} --until @{written + 60}; " if written else ""
 
 
-@rule
 def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
@@ -239,7 +229,6 @@ def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     return Seen(f"{_line_of(x, name)}: default-runtime: {name}", name=name)
 
 
-@rule
 def default_runtime_isolates(x: HostSnapshot) -> Seen | None:
     """Say whether the default runtime gives containers another kernel, to which the host's driver does not belong."""
     name = str(x.host.docker.config.get("default-runtime") or "")
@@ -250,7 +239,6 @@ def default_runtime_isolates(x: HostSnapshot) -> Seen | None:
     return Seen(f"{_line_of(x, 'default-runtime')}: default-runtime: {name}", f"runtimes: {name}: {entry}", name=name)
 
 
-@rule
 def hook_missing(x: HostSnapshot) -> Seen | None:
     is_there = NVIDIA_HOOK_PATH in x.there or x.programs.get("nvidia-container-runtime-hook")
     if not x.host.docker.active or is_there or not (in_daemon(x) or in_file(x)):
@@ -263,7 +251,6 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
     return Seen(seen, again=commands.gpuprov_install(x), remedies=remedies)
 
 
-@rule
 def hook_unseen(x: HostSnapshot) -> Seen | None:
     found = find_in_log(x.docker_log, r"could not select device driver")
     hook, begun = x.modified.get(NVIDIA_HOOK_PATH, 0.0), x.modified.get(_PID_FILE, 0.0)
@@ -278,7 +265,6 @@ def hook_unseen(x: HostSnapshot) -> Seen | None:
     return Seen(f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", meaning=what, confidence=WARNING, remedies=())
 
 
-@rule
 def log_driver_unreachable(x: HostSnapshot) -> Seen | None:
     found = find_in_log(x.docker_log, r"failed to initialize logging driver: \S")
     if found is None:
@@ -292,7 +278,6 @@ def log_driver_unreachable(x: HostSnapshot) -> Seen | None:
     return Seen(seen, effect="a container did not start", next_step=step, confidence=WARNING)
 
 
-@rule
 def docker_host(x: HostSnapshot) -> Seen | None:
     text, facts = x.texts.get("/etc/environment", ""), x.host.docker
     found = re.search(r"""^\s*(?:export )?DOCKER_HOST=["']?([^"'\s]+)""", text, re.MULTILINE)

@@ -13,7 +13,7 @@ from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
 from gpuprov.doctor.module_rules import next_kernel
-from gpuprov.doctor.rules import Seen, conditions, quoted, reported, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, quoted, reported, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK
@@ -63,7 +63,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def version_mismatch(x: HostSnapshot) -> Seen | None:
     module, libraries = x.driver.kernel_version, x.driver.library_version
     if not module or not libraries or module == libraries:
@@ -88,7 +87,6 @@ def _before_a_reboot(x: HostSnapshot) -> str:
     return "" if fits else commands.rebuild_module(x).replace("modprobe nvidia", "systemctl reboot")
 
 
-@rule
 def cuda_stub(x: HostSnapshot) -> Seen | None:
     cuda = _stub_in_cache(x)
     if not cuda:
@@ -108,7 +106,6 @@ def _loader_lines(x: HostSnapshot, pattern: str) -> tuple[tuple[str, str], ...]:
     return lines_that_match({path: x.texts[path] for path in x.texts if path.startswith("/etc/ld.so.conf")}, pattern)
 
 
-@rule
 def drivers_several(x: HostSnapshot) -> Seen | None:
     versions = tuple(dict.fromkeys(x.library_files.values()))
     if len(versions) < 2 or x.host.hiding:
@@ -119,7 +116,6 @@ def drivers_several(x: HostSnapshot) -> Seen | None:
     return Seen(*quoted(x.library_files.items()), versions=", ".join(versions), old=old, confidence=sure)
 
 
-@rule
 def driver_old(x: HostSnapshot) -> Seen | None:
     version = x.driver.library_version
     found = advisories.vulnerabilities(advisories.DRIVER, version, advisories.advisories(x.host.tables))
@@ -131,7 +127,6 @@ def driver_old(x: HostSnapshot) -> Seen | None:
     return Seen(seen, meaning=f"{found}", next_step=replace_it or commands.other_driver(x, found.fixed_in))
 
 
-@rule
 def known_problem(x: HostSnapshot) -> Seen | None:
     found = sorted(matching(combination(x.host), x.host.tables), key=lambda one: "builds" not in one.when)
     if not found or x.host.kernel.wsl:
@@ -144,7 +139,6 @@ def known_problem(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, meaning="; ".join(one.what for one in found), next_step=step, confidence=sure)
 
 
-@rule
 def library_hidden(x: HostSnapshot) -> Seen | None:
     if not x.host.hiding or x.host.kernel.wsl:
         return None
@@ -175,7 +169,6 @@ def _together(steps: list[str]) -> str:
     return "; ".join(sorted((*others, *removal), key=lambda step: "  # " in step))
 
 
-@rule
 def nvidia_smi_hidden(x: HostSnapshot) -> Seen | None:
     other = x.other_smi
     if other is None:
@@ -187,7 +180,6 @@ def nvidia_smi_hidden(x: HostSnapshot) -> Seen | None:
     return Seen(seen, broken=", and does not do its work", next_step=step)
 
 
-@rule
 def nvidia_smi_replaced(x: HostSnapshot) -> Seen | None:
     if x.smi.reason or x.smi.is_report or (x.smi.returncode and not x.smi_is_script):
         return None
@@ -214,7 +206,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def mig_without_instances(x: HostSnapshot) -> Seen | None:
     numbers = [
         number for number, gpu in enumerate(per_gpu(x.smi.text))
@@ -224,7 +215,6 @@ def mig_without_instances(x: HostSnapshot) -> Seen | None:
     return Seen(seen, shown=", ".join(map(str, numbers)), gpu=numbers[0]) if numbers else None
 
 
-@rule
 def fabric_state(x: HostSnapshot) -> Seen | None:
     found = reported(x, "fabric/state", "In Progress|Not Started")
     if found and x.host.fabric.rack:
@@ -235,7 +225,6 @@ def fabric_state(x: HostSnapshot) -> Seen | None:
     return found
 
 
-@rule
 def fabric_manager_missing(x: HostSnapshot) -> Seen | None:
     unit, version = x.units.get(UNIT), _fabric_wanted(x)
     if not version or x.host.fabric.silent or (unit is not None and unit.active == "active"):
@@ -263,7 +252,6 @@ def _install_fabric_manager(x: HostSnapshot, version: str) -> str:
     return commands.install_packages(x, *names)
 
 
-@rule
 def fabric_manager_version(x: HostSnapshot) -> Seen | None:
     wanted, fabric = _fabric_wanted(x), replace(x.host.fabric, active=True, silent="")
     problem = fabric_manager.fault(fabric, wanted) if wanted and fabric.version else None

@@ -12,7 +12,7 @@ from gpuprov import toolkit
 from gpuprov.checks.cuda.survey import renew_command
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, LIKELY, UNITS, WARNING, Remedy
-from gpuprov.doctor.rules import Seen, conditions, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, own_engines
@@ -25,7 +25,6 @@ _FIRST_PODMAN_WITH_CDI = (4, 1)
 _MAIN = KNOWN["containerd"].main
 
 
-@rule
 def engine_missing(x: HostSnapshot) -> Seen | None:
     name = next((name for name, facts in x.host.engines.items() if not facts.program), "")
     if x.spec.docker == "none" and not x.host.engines and not x.host.kubernetes:
@@ -43,7 +42,6 @@ def registered(x: HostSnapshot) -> Mapping[str, Registration]:
     return registrations(x.host.engines, toolkit.engine_runtime(x.spec))
 
 
-@rule
 def engine_unreadable(x: HostSnapshot) -> Seen | None:
     problem = next((one.problem for one in registered(x).values() if one.problem is not None), None)
     if problem is None:
@@ -53,7 +51,6 @@ def engine_unreadable(x: HostSnapshot) -> Seen | None:
     return seen_of(problem, next_step=f"{correct}  # {problem.next_step}")
 
 
-@rule
 def engine_down(x: HostSnapshot) -> Seen | None:
     for name, facts in x.host.engines.items():
         name_of_unit = facts.unit or KNOWN[name].unit
@@ -72,7 +69,6 @@ def engine_down(x: HostSnapshot) -> Seen | None:
 _OF_KUBELETS = ("containerd", "crio")
 
 
-@rule
 def node_engine_unnamed(x: HostSnapshot) -> Seen | None:
     missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
     if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
@@ -89,7 +85,6 @@ def node_engine_unnamed(x: HostSnapshot) -> Seen | None:
     return Seen(seen, name=missing[0], variable=variable, confidence=LIKELY if x.spec.docker == "none" else WARNING)
 
 
-@rule
 def engine_not_restarted(x: HostSnapshot) -> Seen | None:
     found = registered(x)
     kept = kept_running(x.host.engines, x.host.kubernetes, x.spec)
@@ -115,7 +110,6 @@ def _written(x: HostSnapshot) -> Mapping[str, Any]:
         return {}
 
 
-@rule
 def containerd_cri_off(x: HostSnapshot) -> str:
     facts = x.host.engines.get("containerd")
     text = facts.files.get(_MAIN, b"").decode("utf-8", "replace") if facts is not None else ""
@@ -140,7 +134,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def cgroup_drivers_differ(x: HostSnapshot) -> Seen | None:
     wanted = re.search(r"^cgroupDriver:\s*\"?(\w+)", x.texts.get(KUBELET_CONFIG, ""), re.MULTILINE)
     table = _written(x).get("containerd", {})
@@ -156,7 +149,6 @@ def cgroup_drivers_differ(x: HostSnapshot) -> Seen | None:
 _MOST_SHOWN = 5
 
 
-@rule
 def container_library(x: HostSnapshot) -> Seen | None:
     ill = [one for one in x.containers.examined if one.findings]
     if not ill:

@@ -34,7 +34,7 @@ from gpuprov.protocol.spec import HostSpec
 
 # They hold the conditions of the rules.
 _MODULES = (gpu_rules, module_rules, driver_rules, toolkit_rules, cdi_rules, docker_rules, engine_rules)
-RULES = tuple(read_rules())
+RULES = tuple(read_rules(_MODULES))
 INSTALL_OBSTRUCTED, RUN_ALIVE, RULE_FAILED = "install-obstructed", "run-alive", "rule-failed"
 _UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 _NO_GPU = "no-gpu"

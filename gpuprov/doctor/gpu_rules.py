@@ -10,7 +10,7 @@ import re
 
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import LIKELY, WARNING
-from gpuprov.doctor.rules import Seen, conditions, in_kernel_log, quoted, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, in_kernel_log, quoted, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
 from gpuprov.driver import generations, nouveau
 from gpuprov.machine.pci import FOR_GUESTS
@@ -40,7 +40,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def wsl_with_driver(x: HostSnapshot) -> Seen | str | None:
     installer = "/var/lib/nvidia/dirs"
     if not x.host.kernel.wsl:
@@ -51,7 +50,6 @@ def wsl_with_driver(x: HostSnapshot) -> Seen | str | None:
     return installer if installer in x.there else None
 
 
-@rule
 def no_gpu(x: HostSnapshot) -> Seen | None:
     # Tegra's GPU is not on a PCI bus.
     if x.host.gpus or x.host.kernel.wsl or x.driver.gpus or "/dev/nvmap" in x.there:
@@ -61,7 +59,6 @@ def no_gpu(x: HostSnapshot) -> Seen | None:
     return Seen(preflight.NO_GPU.evidence, meaning=f"{preflight.NO_GPU.what}{inside}", next_step=step)
 
 
-@rule
 def gpu_vfio(x: HostSnapshot) -> Seen | None:
     gpus = [gpu for gpu in x.host.gpus if gpu.driver in FOR_GUESTS]
     if not gpus:
@@ -80,7 +77,6 @@ def gpu_vfio(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, *quoted(places), driver=gpu.driver, number=number, gpus=of_all, next_step=free, confidence=sure)
 
 
-@rule
 def gpu_excluded(x: HostSnapshot) -> Seen | None:
     there = lines_that_match(x.texts, r'^(ExcludedGpus|GpuBlacklist): "[^"]+"')
     cause = lines_that_match(x.texts, r"NVreg_(ExcludedGpus|GpuBlacklist)=")
@@ -89,7 +85,6 @@ def gpu_excluded(x: HostSnapshot) -> Seen | None:
     return Seen(*quoted((*there, *cause)), first=first, confidence=sure) if there else None
 
 
-@rule
 def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     version = x.driver.kernel_version or x.driver.library_version or x.module.version
     if not version or x.serves_all:
@@ -109,7 +104,6 @@ def gpu_too_old_or_new(x: HostSnapshot) -> Seen | None:
     return seen_of(problem, LIKELY, next_step=step)
 
 
-@rule
 def gpus_fewer(x: HostSnapshot) -> Seen | None:
     known, there = len(x.driver.gpus), len(x.own_gpus)
     if not x.driver.kernel_version or known >= there or gpu_excluded(x):

@@ -10,7 +10,7 @@ from gpuprov.cdi.discover import missing_nodes
 from gpuprov.core.commands import Failure, first_match
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, NODE_MODES, Remedy
-from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, failed_unit, quoted, seen_of
 from gpuprov.doctor.snapshot import KEYS, HostSnapshot, lines_that_match
 from gpuprov.driver.kernel import no_modules
 from gpuprov.driver.precompiled import module_package
@@ -72,7 +72,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def secure_boot_unsigned(x: HostSnapshot) -> Seen | None:
     if not _not_loaded(x) or x.host.kernel.secure_boot != "enabled" or not x.module.path or x.module.signer:
         return None
@@ -94,7 +93,6 @@ def _dkms_line(x: HostSnapshot) -> str:
     return next((line for line in lines if x.host.kernel.release in line), lines[0] if lines else "")
 
 
-@rule
 def module_missing(x: HostSnapshot) -> Seen | None:
     if not _not_loaded(x) or _here(x)[1]:
         return None
@@ -104,7 +102,6 @@ def module_missing(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, *elsewhere, later=": it came after the driver" if others else "")
 
 
-@rule
 def next_kernel(x: HostSnapshot) -> Seen | None:
     running = x.host.kernel.release
     kernel = None if x.host.kernel.container else newest(x.kernels, running)
@@ -131,7 +128,6 @@ def next_kernel(x: HostSnapshot) -> Seen | None:
     return Seen(f"/lib/modules/{kernel.release}", reason=what, next_step="; ".join(filter(None, steps)))
 
 
-@rule
 def node_does_not_open(x: HostSnapshot) -> Seen | None:
     if not x.node_errors:
         return None
@@ -148,7 +144,6 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(paths[:4]) + (f" and {counted(len(paths) - 4, 'more node')}" if len(paths) > 4 else "")
 
 
-@rule
 def node_wrong(x: HostSnapshot) -> Seen | None:
     wrong = [(node, x.in_place[node.path]) for node in missing_nodes(x.driver) if x.in_place.get(node.path)]
     if not wrong:
@@ -159,7 +154,6 @@ def node_wrong(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, paths=" ".join(node.path for node, _ in wrong), remedies=remedies)
 
 
-@rule
 def nodes_closed(x: HostSnapshot) -> Seen | None:
     closed = [node.path for node in x.driver.closed]
     if not closed:
@@ -172,7 +166,6 @@ def nodes_closed(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, nodes=_listed(closed), next_step=step, remedies=(Remedy(NODE_MODES, tuple(closed)),))
 
 
-@rule
 def dev_char_links(x: HostSnapshot) -> Seen | None:
     # gpuprov's runtime makes them at each container start.
     ours = (x.host.docker.runtimes or {}).get("nvidia") == LAUNCHER_PATH

@@ -15,7 +15,8 @@ import pkgutil
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, Callable, Literal, TypeVar, Union
+from types import ModuleType
+from typing import Any, Callable, Literal, Union
 
 from gpuprov.checks import health
 from gpuprov.checks.smi import per_gpu
@@ -68,14 +69,7 @@ def seen_of(
 
 # What is false says that the trouble is not on this host; text and lines are the evidence.
 Condition = Callable[[HostSnapshot], Union[Seen, Sequence[Any], Literal[False], None]]
-_C = TypeVar("_C", bound=Condition)
 _CONDITIONS: dict[str, Condition] = {}
-
-
-def rule(condition: _C) -> _C:
-    """Make a function the condition of the rule of its name."""
-    _CONDITIONS[condition.__name__.replace("_", "-")] = condition
-    return condition
 
 
 def conditions(by_name: Mapping[str, Condition]) -> None:
@@ -83,14 +77,16 @@ def conditions(by_name: Mapping[str, Condition]) -> None:
     _CONDITIONS.update(by_name)
 
 
-def read_rules() -> Iterator[Rule]:
-    """Yield the rules. The modules with the conditions must have been imported."""
+def read_rules(modules: Iterable[ModuleType]) -> Iterator[Rule]:
+    """Yield the rules; the modules have the conditions."""
+    functions = {name.replace("_", "-"): one for module in modules for name, one in vars(module).items()}
+    known: Mapping[str, Condition] = {**functions, **_CONDITIONS}
     table = json.loads(pkgutil.get_data("gpuprov.doctor", "rules.json") or b"")
     for row in table["rules"]:
         for one in rows_of_xids() if row.get("rows") == "xids" else (row,):
             one = {**health.words(one["name"]), **one}
             follows = [name for word in one.get("follows", ()) for name in table["groups"].get(word, (word,))]
-            look = partial(_find, one, _condition(one))
+            look = partial(_find, one, _condition(one, known))
             yield Rule(one["name"], one["area"], one["sign"], look, tuple(follows))
 
 
@@ -130,8 +126,8 @@ class _Values(dict[str, Any]):
         return command
 
 
-def _condition(row: Mapping[str, Any]) -> Condition:
-    """Return the condition of a row: in the row itself, or the function of its name."""
+def _condition(row: Mapping[str, Any], known: Mapping[str, Condition]) -> Condition:
+    """Return the condition of a row: in the row itself, or the known one of its name."""
     if "xid" in row or "kernel_log" in row:
         return lambda x: in_kernel_log(x, row.get("kernel_log", ""), row.get("xid", ""), refused=row.get("refused"))
     if "docker_log" in row:
@@ -141,7 +137,7 @@ def _condition(row: Mapping[str, Any]) -> Condition:
         return lambda x: reported(x, *row["smi"])
     if "failed_unit" in row:
         return lambda x: failed_unit(x, row["failed_unit"])
-    return _CONDITIONS[row["name"]]
+    return known[row["name"]]
 
 
 def in_kernel_log(x: HostSnapshot, pattern: str, xids: str = "", *, refused: bool | None = None) -> Seen | None:

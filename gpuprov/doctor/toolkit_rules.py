@@ -11,7 +11,7 @@ from gpuprov.core.system import sha256_of
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon, in_file
 from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, WARNING, Remedy
-from gpuprov.doctor.rules import Seen, conditions, quoted, rule, seen_of
+from gpuprov.doctor.rules import Seen, conditions, quoted, seen_of
 from gpuprov.doctor.snapshot import OPERATORS_RUNTIME, HostSnapshot, lines_that_match
 from gpuprov.engines.known import NVIDIA_RUNTIME
 from gpuprov.facts.interpreter import MISSING
@@ -71,7 +71,6 @@ def _with_python(x: HostSnapshot) -> tuple[Remedy, ...]:
     return (Remedy(STEPS, ("toolkit", "boot")),) if x.host.interpreter.path else ()
 
 
-@rule
 def runtime_missing(x: HostSnapshot) -> Seen | None:
     named = (("docker info", in_daemon(x)), (x.host.docker.config_path, in_file(x)))
     source, path = next(((source, path) for source, path in named if path in x.absent), ("", ""))
@@ -87,7 +86,6 @@ def runtime_missing(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, path=path, effect=effect, next_step=step)
 
 
-@rule
 def runtime_files_missing(x: HostSnapshot) -> Seen | None:
     if LAUNCHER_PATH not in x.there:
         return None
@@ -144,7 +142,6 @@ def _setting(line: str, confidence: str = "") -> Seen | None:
     return Seen(line, comment_out=comment_out, confidence=confidence) if line else None
 
 
-@rule
 def low_level_runtime_missing(x: HostSnapshot) -> Seen | None:
     if any(x.programs.get(name) for name in ("runc", "crun")):
         return None
@@ -165,7 +162,6 @@ def _restore(x: HostSnapshot, path: str) -> str:
     return commands.reinstall_packages(x, _owner(x)) if _owner(x) else commands.install_packages(x, "runc")
 
 
-@rule
 def settings_broken(x: HostSnapshot) -> Seen | None:
     if not x.settings_fault:
         return None
@@ -182,7 +178,6 @@ def _if_nvidias(x: HostSnapshot) -> str:
     return CERTAIN if _uses_nvidias(x) and there else WARNING
 
 
-@rule
 def no_cgroups(x: HostSnapshot) -> Seen | None:
     found = _setting(_line(x, r"no-cgroups\s*=\s*true"))
     # gpuprov's hook also reads NVIDIA's settings.
@@ -215,7 +210,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def toolkit_old(x: HostSnapshot) -> Seen | None:
     version = x.host.packages.installed.get(advisories.TOOLKIT_PACKAGE, "")
     found = advisories.vulnerabilities(advisories.TOOLKIT, version, advisories.advisories(x.host.tables))
@@ -248,7 +242,6 @@ conditions({
 })  # fmt: skip
 
 
-@rule
 def nvidia_docker_plugin(x: HostSnapshot) -> list[str] | None:
     found = x.host.leftovers
     if not found.has_plugin or PLUGIN in x.host.packages.installed:
@@ -257,7 +250,6 @@ def nvidia_docker_plugin(x: HostSnapshot) -> list[str] | None:
     return list(filter(None, (*found.files, FOLDER if found.folder else "", unit)))
 
 
-@rule
 def nvidia_docker_volumes(x: HostSnapshot) -> Seen | None:
     volumes = x.host.leftovers.volumes or ()
     used = [f", used by {', '.join(one.containers)}" if one.containers else "" for one in volumes]
@@ -266,7 +258,6 @@ def nvidia_docker_volumes(x: HostSnapshot) -> Seen | None:
     return Seen(*seen, volumes=counted(len(volumes), "volume"), comment=comment) if volumes else None
 
 
-@rule
 def nvidia_docker_runtimes(x: HostSnapshot) -> Seen | None:
     docker, dead = x.host.docker, x.host.leftovers.dead_runtimes
     paths = {name: ((docker.config.get("runtimes") or {}).get(name) or {}).get("path") for name in dead}
