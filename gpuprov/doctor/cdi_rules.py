@@ -113,10 +113,6 @@ def cdi_conflict(x: HostSnapshot) -> Seen | None:
     return None
 
 
-# A GPU's number, or a MIG device's.
-_NUMBER = re.compile(r"\d+(:\d+)?")
-
-
 def cdi_covered(x: HostSnapshot) -> Seen | None:
     later = next((path for path in specifications(x) if path.startswith("/var/run/cdi/")), "")
     if PATH not in x.there or not later or _devices(x.texts[later])[0] != "nvidia.com/gpu":
@@ -125,7 +121,8 @@ def cdi_covered(x: HostSnapshot) -> Seen | None:
         return None  # another rule reports this
     # Its `all` is that of CDI engines, and of `docker run --gpus` on docker 29 with NVIDIA's toolkit (moby, 51942).
     names = (_devices(x.texts.get(path, ""))[1] for path in (later, PATH))
-    known, there = ({*filter(_NUMBER.fullmatch, one)} for one in names)
+    # The numbers of GPUs and MIG devices.
+    known, there = ({name for name in one if re.fullmatch(r"\d+(:\d+)?", name)} for one in names)
     lacks = ", ".join(sorted(there - known)) if known else ""
     effect, sure = (f"lacks the GPUs {lacks}", LIKELY) if lacks else ("is not kept up to date", WARNING)
     step = _correction(x, later)

@@ -136,13 +136,10 @@ def _refused(x: HostSnapshot) -> str:
 
 def docker_flags_twice(x: HostSnapshot) -> Seen | None:
     pattern = rf"{_FLAGS_TWICE}: (?P<names>[^\"]*?)(?:\(|$|\")"
-    found = find_in_log(x.docker_log, pattern)
-    asked = re.search(pattern, x.host.docker.refused)
-    if asked is None and (found is None or x.host.docker.active):
-        return None
-    names = asked["names"] if asked else found[0]["names"] if found else ""
-    seen = f"dockerd: {asked[0]}" if asked else f"journalctl -u docker: {found[1][0] if found else ''}"
-    return Seen(seen, names=names.strip(" :"))
+    if asked := re.search(pattern, x.host.docker.refused):
+        return Seen(f"dockerd: {asked[0]}", names=asked["names"].strip(" :"))
+    found = None if x.host.docker.active else find_in_log(x.docker_log, pattern)
+    return Seen(f"journalctl -u docker: {found[1][0]}", names=found[0]["names"].strip(" :")) if found else None
 
 
 def docker_disabled(x: HostSnapshot) -> Seen | None:

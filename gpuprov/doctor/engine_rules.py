@@ -66,12 +66,9 @@ def engine_down(x: HostSnapshot) -> Seen | None:
     return None
 
 
-_OF_KUBELETS = ("containerd", "crio")
-
-
 def node_engine_unnamed(x: HostSnapshot) -> Seen | None:
     missing = [name for name in own_engines(x.host.kubernetes) if name not in x.host.engines]
-    if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in _OF_KUBELETS):
+    if KUBELET in x.host.kubernetes and not any(name in x.host.engines for name in ("containerd", "crio")):
         missing.append("crio" if "/usr/bin/crio" in x.there else "containerd")
     # Some detect NVIDIA's runtime by themselves.
     missing = [name for name in missing if not x.there.intersection(KNOWN[name].detects)]

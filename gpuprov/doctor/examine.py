@@ -36,7 +36,6 @@ from gpuprov.protocol.spec import HostSpec
 _MODULES = (gpu_rules, module_rules, driver_rules, toolkit_rules, cdi_rules, docker_rules, engine_rules)
 RULES = tuple(read_rules(_MODULES))
 INSTALL_OBSTRUCTED, RUN_ALIVE, RULE_FAILED = "install-obstructed", "run-alive", "rule-failed"
-_UNKNOWN = "unknown: this copy of an image has no GPU, or does not run"
 _NO_GPU = "no-gpu"
 _ANSWERS = ", nvidia-smi answers"
 # Summary of an area without findings, in a few words, in the order of AREAS.
@@ -82,7 +81,7 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
         if without_gpu and area != GPUS:
             sink(CheckDone(area, "skipped", reason="there is no GPU"))
         elif x.lacks_gpus_yet and area in unknown_areas(x):
-            sink(CheckDone(area, "skipped", reason=_UNKNOWN))
+            sink(CheckDone(area, "skipped", reason="unknown: this copy of an image has no GPU, or does not run"))
         else:
             ill = any(cause.rule.area == area for cause in troubles)
             sink(CheckDone(area, "failed") if ill else CheckDone(area, "ok", summary(x)))

@@ -97,8 +97,7 @@ def _in_order(whole: Sequence[StepChange], changes: Sequence[StepChange]) -> tup
     found = {one.change.key: one for one in whole}
     for one in sorted(changes, key=lambda one: (isinstance(one.change, RestartUnit), _ORDER.index(one.step))):
         found.setdefault(one.change.key, one)
-    restarted = any(isinstance(one.change, ReconfigureDocker) and one.change.restart for one in found.values())
-    if restarted:
+    if any(isinstance(one.change, ReconfigureDocker) and one.change.restart for one in found.values()):
         found.pop(RestartUnit(DOCKER_UNIT).key, None)
     return tuple(found.values())
 

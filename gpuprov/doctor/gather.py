@@ -21,7 +21,7 @@ from gpuprov.cdi.generate import PATH, difference
 from gpuprov.checks import memory
 from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.checks.cuda.hiding import gather_hiding
-from gpuprov.checks.cuda.search import Program
+from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Program
 from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.changes import file_digest, images_in, parent_of
@@ -59,14 +59,10 @@ CONTAINERS_SECONDS = 20
 _ENGINE_SECONDS = 10
 _SMI_SECONDS = 120
 _SECONDS = 20
-_HOOK = "nvidia-container-runtime-hook"
 _DOCKER_LOG = ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat")
 _FABRIC_LOG = ("journalctl", "--boot", f"--unit={UNIT}", "--lines=50", "--no-pager", "--output=cat")
 _SHOW = ("systemctl", "show", "-p", ",".join(snapshot.UNIT_PROPERTIES))
-_LIBRARY = re.compile(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)")
-_AUDIT_LOG = "/var/log/audit/audit.log"
 _LARGEST_TEXT = 1 << 20
-_LOADED = ("libnvidia-ml.so.1", "libcuda.so.1")
 _BOOTS = (PROGRAM, f"{UNITS}/gpuprov-")
 _TIMED = (NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
@@ -121,7 +117,9 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         module=snapshot.parse_modinfo(_said(system, ("modinfo", module))),
         kernels=gather_kernels(system),
         dkms="".join(re.findall(rf"nvidia.*{host.driver.library_version}.*\n", _said(system, ("dkms", "status")))),
-        loader={one.name: one.path for one in reversed(cached) if one.name in _LOADED and one.is_64_bit},
+        loader={
+            one.name: one.path for one in reversed(cached) if one.name in (LIBCUDA, LIBNVIDIA_ML) and one.is_64_bit
+        },
         units=snapshot.parse_units(_said(system, (*_SHOW, *units))),
         docker_log=snapshot.docker_lines(_said(system, _DOCKER_LOG)),
         fabric_log=tuple(_said(system, _FABRIC_LOG).splitlines()) if host.fabric.switches else (),
@@ -157,7 +155,7 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         selinux=_said(system, ("getenforce",)).strip(),
         container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
         containers=gather_containers(system),
-        audit_log=tuple(_said(system, ("tail", "-n", "2000", _AUDIT_LOG)).splitlines()),
+        audit_log=tuple(_said(system, ("tail", "-n", "2000", "/var/log/audit/audit.log")).splitlines()),
         gpus_lost=_gpus_lost(system, recalled.memory, smi, host),
         memory_fault=recalled.fault,
         is_booted=system.exists(BOOTED),
@@ -234,7 +232,7 @@ def _library_files(system: System) -> Mapping[str, str]:
     for folder in LIBRARY_DIRECTORIES:
         # /lib64 and the like are links to the others.
         for name in system.list_directory(folder) if system.real_path(folder) == folder else ():
-            if version := _LIBRARY.fullmatch(name):
+            if version := re.fullmatch(r"lib(?:nvidia-ml|cuda)\.so\.(\d{3,4}(?:\.\d+)+)", name):
                 found[f"{folder}/{name}"] = version[1]
     return found
 
@@ -303,7 +301,7 @@ def _preload_message(system: System) -> str:
 
 def _programs(system: System) -> Mapping[str, str]:
     """Return name → the first on the PATH, by a folder that is no link: /sbin may be one to /usr/bin."""
-    found = {name: system.which(name) for name in ("runc", "crun", "lspci", _HOOK)}
+    found = {name: system.which(name) for name in ("runc", "crun", "lspci", "nvidia-container-runtime-hook")}
     return {name: f"{system.real_path(parent_of(path))}/{name}" for name, path in found.items() if path}
 
 

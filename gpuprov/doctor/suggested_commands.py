@@ -18,7 +18,6 @@ from gpuprov.plan.preflight import LIST_GPUS
 from gpuprov.protocol.models import generation_of, model_of
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
-RESTART_DOCKER = "systemctl restart docker"
 # Ubuntu's packages that bring kernel modules of one kind.
 _UBUNTUS = re.compile(r"(nvidia-(?:dkms|driver|headless)-\d+(?:-server)?)(?:-open)?")
 
@@ -94,7 +93,7 @@ def restart_docker(x: HostSnapshot) -> str:
         return refused.next_step
     unit = x.units.get("docker.service")
     if unit is None or unit.load != "not-found":
-        return RESTART_DOCKER
+        return "systemctl restart docker"
     return "ps -o args= -p $(cat /run/docker.pid)  # restart docker as it was started: systemd has no docker.service"
 
 
