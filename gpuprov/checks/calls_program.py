@@ -51,8 +51,7 @@ def call(cuda: ctypes.CDLL, name: str, *arguments: Any) -> None:
 def failure(cuda: ctypes.CDLL, error: CallError) -> "dict[str, Any]":
     """Return a failed call as JSON values."""
     text = ctypes.c_char_p()
-    known = error.result is not None and hasattr(cuda, "cuGetErrorName")
-    if known:
+    if error.result is not None and hasattr(cuda, "cuGetErrorName"):
         cuda.cuGetErrorName(error.result, ctypes.byref(text))
     return {"call": error.name, "result": error.result, "name": (text.value or b"").decode("ascii", "replace")}
 

@@ -29,8 +29,7 @@ from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
 
-CALLS, COMPUTES = "CUDA", "CUDA kernel"
-_PARTS = (LIBCUDA, LIBNVIDIA_ML, CALLS, COMPUTES)
+_PARTS = (LIBCUDA, LIBNVIDIA_ML, "CUDA", "CUDA kernel")
 _SECONDS = 120
 # They wait for the end of their input, which never comes: the first program that the image has.
 _WAIT, _WAITING = (("sh", "-c", "read line"), ("python3", "-c", "input()")), ("--detach", "--interactive")

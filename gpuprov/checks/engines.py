@@ -21,13 +21,13 @@ from gpuprov.core.commands import Completed, Failure
 from gpuprov.core.system import System
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
+from gpuprov.repos import DEBIAN_ARCHITECTURES
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 
 CONTAINER_SECONDS = 120
 _PULL_SECONDS = 1800
 _IMPORT_SECONDS = 120
 _LIST_SECONDS = 20
-_CONTAINERD_SOCKET = "/run/containerd/containerd.sock"
 _CAPABILITIES = "NVIDIA_DRIVER_CAPABILITIES=compute,utility"
 # Names without a value: docker takes what the image itself sets out of the environment. (CUDA_VERSION alone means all.)
 _NOTHING_ASKED = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VERSION")
@@ -37,8 +37,6 @@ REPOSITORY = "gpuprov-verify"
 _PROGRAMS = ("sh", "ls", "cat")
 # What the driver's own libraries are linked against; the loader comes with nvidia-smi and the shell.
 LIBRARIES = ("libc.so.6", "libm.so.6", "libdl.so.2", "libpthread.so.0", "librt.so.1")
-# Go's names (runtime.GOARCH), which images have.
-_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _NOT_STARTED = 125  # docker's and podman's own exit code
 # crun and runc, whose failures podman ends with 126 or 127, as a shell does for a program.
 _RUNTIME = re.compile(r"\b(crun|runc|OCI runtime|OCI permission denied)\b")
@@ -238,7 +236,7 @@ def images_left(system: System) -> dict[str, tuple[str, ...]]:
             removal = (engine.name, "rmi", "--force")
             found.update({f"{one} of {engine.name}": (*removal, one) for one in engine.own_images(system)})
     # Without a containerd that answers, ctr waits for one.
-    if system.which("ctr") is not None and system.exists(_CONTAINERD_SOCKET):
+    if system.which("ctr") is not None and system.exists("/run/containerd/containerd.sock"):
         listed = system.run((*_CTR, "images", "list", "--quiet"), timeout=_LIST_SECONDS)
         names = [one for one in listed.stdout.split() if f"/{REPOSITORY}:" in one] if listed.ok else []
         found.update({f"{one} of containerd": (*_CTR, "images", "remove", "--sync", one) for one in names})
@@ -273,7 +271,8 @@ class OwnImage:
         """Return the image with its name as `docker save` writes it, for engines that import no root file system."""
         root = self.root()
         config = {
-            "architecture": _ARCHITECTURES.get(architecture, architecture),
+            # Go's names (runtime.GOARCH) are Debian's.
+            "architecture": DEBIAN_ARCHITECTURES.get(architecture, architecture),
             "os": "linux",
             "config": {"Env": ["PATH=/usr/bin:/bin"]},
             "rootfs": {"type": "layers", "diff_ids": [f"sha256:{hashlib.sha256(root).hexdigest()}"]},

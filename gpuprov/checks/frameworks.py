@@ -23,7 +23,6 @@ _TORCH_RESULTS = (
 )  # fmt: skip
 # Other programs use the GPU: no fault of the host's.
 _BUSY = ("out of memory", "busy or unavailable")
-_TORCH_NUMBER = re.compile(r"\bError (\d+):")
 # What TensorFlow logs (stream_executor, cuda_driver and dso_loader), before 2.18 and since.
 _TENSORFLOW_RESULT = re.compile(r"failed call to cuInit:.*?(CUDA_ERROR_\w+|UNKNOWN ERROR \(\d+\))")
 _TENSORFLOW_LIBRARY = re.compile(r"Could not load dynamic library '([^']+)'")
@@ -112,7 +111,7 @@ def _shown(test: EngineTest, found: _Answer, name: str, cuda: str) -> Values:
 
 def _torch_result(said: str) -> str:
     """Return the number of CUDA's result that a warning of PyTorch's tells, nothing if it tells none."""
-    number = _TORCH_NUMBER.search(said)
+    number = re.search(r"\bError (\d+):", said)
     return number[1] if number else next((str(result) for text, result in _TORCH_RESULTS if text in said), "")
 
 

@@ -33,7 +33,6 @@ from gpuprov.protocol.words import counted, one_line
 
 # Of each command; a GPU that hangs lets nvidia-smi wait for ever.
 SECONDS = 20.0
-_NVML = "libnvidia-ml.so.1"
 # NVML's nvmlDeviceGpuRecoveryAction_t, as newer releases of nvidia-smi name it.
 _ACTIONS = ("None", "Reset", "Reboot", "Drain P2P", "Drain and Reset", "Recover IMEX domain", "Bus Reset",
             "System Reboot")  # fmt: skip
@@ -52,7 +51,6 @@ _NONFATAL = re.compile(r"\): 1(?:4[4-9]|50), \w+ Nonfatal ")
 # nvidia-smi has told everything, and warns of one GPU's infoROM.
 _CORRUPT_INFOROM, _REPORT = 14, re.compile(r"<\?xml.*</nvidia_smi_log>", re.DOTALL)
 _NUMBER, _LONGEST_BUS_ID, _LONGEST_STATE = re.compile(r"-?\d{1,18}"), 32, 100
-_WIDTHS = ("max_link_width", "../max_link_width")
 
 
 @dataclass(frozen=True)
@@ -302,7 +300,7 @@ def read(system: System, sink: Sink, seconds: float = SECONDS) -> Readings:
 
     def ask_nvml() -> None:
         with contextlib.suppress(Stopped):
-            answers.update(ask(second, _NVML, seconds)[0])
+            answers.update(ask(second, "libnvidia-ml.so.1", seconds)[0])
 
     child = threading.Thread(target=ask_nvml, daemon=True)
     child.start()
@@ -342,7 +340,7 @@ def _completed(
     """Return a GPU's readings with what nvidia-smi does not tell, or this release of it."""
     bus_id = sysfs_bus_id(gpu.get("pci/pci_bus_id", "")[:_LONGEST_BUS_ID])
     extra = {f"sysfs/{name}": (system.read_text(f"/sys/bus/pci/devices/{bus_id}/{name}") or "").strip()
-             for name in _WIDTHS}  # fmt: skip
+             for name in ("max_link_width", "../max_link_width")}  # fmt: skip
     answer = answers.get(bus_id, GpuAnswer())
     if answer.recovery_action is not None and answer.recovery_action < len(_ACTIONS):
         extra[_ACTION] = _ACTIONS[answer.recovery_action]

@@ -32,7 +32,6 @@ SCHEMA = 1
 CHECK = "remembered GPUs"
 FORGET = "gpuprov verify --remember"
 _LARGEST, _SECONDS, _LONGEST_LINE = 256 << 10, 20, 300
-_LINK = re.compile(r"UUID: (GPU-[^)\s]+)\)|Link \d+: [\d.]+ GB/s")
 # Other lines about a GPU are of each healthy boot.
 _TROUBLE = re.compile(r"NVRM|fallen|fail|error|not responding|removed|link (?:is )?down|inaccessible", re.IGNORECASE)
 _WORST = re.compile(r"Xid|fallen off")
@@ -252,7 +251,7 @@ def parse_links(text: str) -> Mapping[str, int]:
     """Return the active links of each GPU, by UUID, in the output of `nvidia-smi nvlink --status`."""
     found: dict[str, int] = {}
     gpu = ""
-    for match in _LINK.finditer(text):
+    for match in re.finditer(r"UUID: (GPU-[^)\s]+)\)|Link \d+: [\d.]+ GB/s", text):
         gpu = match[1] or gpu
         found[gpu] = found.get(gpu, 0) + (match[1] is None)
     return found

@@ -69,8 +69,7 @@ def parse_smi(text: str) -> SmiReport:
     try:
         root = ElementTree.fromstring(text.translate(_NO_XML))
     except ElementTree.ParseError as error:
-        seen = f"{error}: {text.strip()[:200]}"
-        raise GpuprovError("nvidia-smi's output is no XML report", seen, _LOOK) from None
+        raise GpuprovError("nvidia-smi's output is no XML report", f"{error}: {text.strip()[:200]}", _LOOK) from None
     gpus = tuple(
         SmiGpu(**{one.name: (gpu.findtext(one.metadata["place"]) or "").strip() for one in fields(SmiGpu)})
         for gpu in root.findall("gpu")

@@ -23,9 +23,7 @@ from gpuprov.runtime_hook.rootfs import Root
 _LARGEST_VERSION_FILE = 64 << 10
 # libcudart.so.12.4.127; the link's name is libcudart.so.12.
 _LIBCUDART = re.compile(r"libcudart\.so\.(\d+(?:\.\d+)?)[\d.]*")
-_WHEEL = re.compile(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+\.\d+)[\d.]*\.dist-info")
 _TORCH_CUDA = re.compile(r"^cuda(?:\s*:[^=\n]*)?\s*=\s*['\"](\d+\.\d+)", re.MULTILINE)
-_VERSION = re.compile(r"(\d+\.\d+)(?:\.\d+)*")
 _FOLDERS = (
     "/usr/local/cuda/lib64", "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/opt/conda/lib",
 )  # fmt: skip
@@ -43,7 +41,7 @@ class Runtime:
 def find_runtimes(root: Root, environment: Mapping[str, str]) -> tuple[Runtime, ...]:
     """Return the CUDA runtimes in the usual places, each file once, and what CUDA_VERSION says."""
     found: list[Runtime] = []
-    if stated := _VERSION.match(environment.get("CUDA_VERSION", "")):
+    if stated := re.match(r"(\d+\.\d+)(?:\.\d+)*", environment.get("CUDA_VERSION", "")):
         found.append(Runtime(stated[1], f"the variable CUDA_VERSION ({stated[0]})"))
     toolkits = (f"/usr/local/{one}/lib64" for one in names(root, "/usr/local") if re.fullmatch(r"cuda-\d+\.\d+", one))
     for folder in (*_FOLDERS, *toolkits, *environment.get("LD_LIBRARY_PATH", "").split(":")):
@@ -65,7 +63,7 @@ def find_runtimes(root: Root, environment: Mapping[str, str]) -> tuple[Runtime, 
 def _in_python(root: Root, folder: str) -> Iterator[Runtime]:
     """Yield what Python's packages bring: NVIDIA's wheels, and PyTorch's."""
     for name in names(root, folder):
-        if wheel := _WHEEL.fullmatch(name):
+        if wheel := re.fullmatch(r"nvidia_cuda_runtime(?:_cu\d+)?-(\d+\.\d+)[\d.]*\.dist-info", name):
             yield Runtime(wheel[1], f"{folder}/{name}")
     path = f"{folder}/torch/version.py"
     stated = _TORCH_CUDA.search((read(root, path, _LARGEST_VERSION_FILE) or b"").decode("utf-8", "replace"))

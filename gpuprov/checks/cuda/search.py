@@ -37,7 +37,6 @@ _KNOWN_FOLDERS = (
     "/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib/x86_64-linux-gnu/nvidia/current",
 )  # fmt: skip
 _FOLDERS_OF_CUDA = ("compat", "lib64", "lib64/stubs", "lib", "lib/stubs")
-_CUDA_FOLDER = re.compile(r"cuda(-\d+(\.\d+)?)?")
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ def _absolute(path: str, program: Program) -> str:
 
 def _elsewhere(root: Root, loader: Loader, name: str) -> Iterator[str]:
     """Yield libraries of that name that the loader does not take by itself, wherever such libraries usually lie."""
-    toolkits = (f"/usr/local/{one}" for one in names(root, "/usr/local") if _CUDA_FOLDER.fullmatch(one))
+    toolkits = (f"/usr/local/{one}" for one in names(root, "/usr/local") if re.fullmatch(r"cuda(-\d+(\.\d+)?)?", one))
     prefixes = ["/opt/conda", *toolkits]
     prefixes += [f"{prefix}/targets/{one}" for prefix in prefixes for one in names(root, f"{prefix}/targets")]
     of_cuda = (f"{prefix}/{folder}" for prefix in prefixes for folder in _FOLDERS_OF_CUDA)
