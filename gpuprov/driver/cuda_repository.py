@@ -29,11 +29,9 @@ from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 
-_DEFAULT = "https://developer.download.nvidia.com/compute/cuda/repos"
 # On these, dnf's module streams are the driver's branches; later releases have packages only.
 _WITH_STREAMS = r"rhel[89]|amzn2023"
 STREAM_FILE = "/etc/dnf/modules.d/nvidia-driver.module"
-_TOP = ("nvidia-open", "cuda-drivers")
 PINNING = "nvidia-driver-pinning-"
 
 
@@ -89,7 +87,7 @@ def repository_problems(row: Distribution, architecture: str, spec: HostSpec) ->
         return ()
     # Only NVIDIA's own key proves that packages are NVIDIA's.
     what = f"this gpuprov does not know the fingerprint of the key of NVIDIA's repository for {row.name} {row.version}"
-    base = f"{_DEFAULT}/{folder}"
+    base = f"https://developer.download.nvidia.com/compute/cuda/repos/{folder}"
     seen = f"{base}/{file or 'the .pub file that lies there'}: no public source that tells its fingerprint was found"
     step = (
         f"fetch it twice over different networks (curl -O {base}/{file or 'FILE.pub'}), compare the two, and set "
@@ -197,7 +195,7 @@ class NvidiaPackages(PackagedDriver):
             yield from over_run_file
         elif own is not None:
             what = "the driver on this host is the distribution's own; NVIDIA's packages over it would break both"
-            seen = f"package {own.libraries[0]} is installed, and {', '.join(_TOP)} are not"
+            seen = f"package {own.libraries[0]} is installed, and nvidia-open, cuda-drivers are not"
             step = "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or"
             yield Problem(what, seen, f"{step} {commands.remove} '*nvidia*'")
         elif spec.driver_version and not _can_pin(row):

@@ -303,8 +303,7 @@ class DistributionDriver(PackagedDriver):
         if version not in ("", loaded):
             what = f"the distribution's driver is {version}, but {self.outside} runs {loaded}: the two must match"
             runfile = f'set gpuprov_driver: runfile and gpuprov_driver_version: "{loaded}"'
-            step = f"{runfile}, or install {version} on {self.outside}"
-            yield Problem(what, "/proc/driver/nvidia/version", step)
+            yield Problem(what, "/proc/driver/nvidia/version", f"{runfile}, or install {version} on {self.outside}")
 
     def _offer_problems(self, choice: Choice) -> Iterator[Problem]:
         """Yield what the queried repositories lack: a branch, or modules of the libraries' version."""
@@ -315,8 +314,7 @@ class DistributionDriver(PackagedDriver):
         if offers.lacking((key,)):
             what = f"no repository of this host has branch {choice.branch.branch} of the distribution's driver"
             look = "apt-cache search --names-only 'nvidia-headless-[0-9]*-server' shows the branches"
-            seen = f"{self.facts.packages.manager} was asked for {key}"
-            yield Problem(what, seen, f"{look}: gpuprov_driver_version")
+            yield Problem(what, f"{self.facts.packages.manager} was asked for {key}", f"{look}: gpuprov_driver_version")
             return
         modules = "" if choice.compiled or not self.brings_modules else next(iter(choice.modules), "")
         versions = [self._offered_version(name) for name in (key, modules) if name]

@@ -29,8 +29,7 @@ def packages(driver: DriverSource) -> tuple[str, ...]:
 def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the installation of what is missing; to be done after the driver, for DKMS builds it at once."""
     facts, names = driver.facts, packages(driver)
-    wanted = Installation(names, facts.bundle)
-    return facts.package_manager.plan_installation(facts.packages, wanted) if names else ()
+    return facts.package_manager.plan_installation(facts.packages, Installation(names, facts.bundle)) if names else ()
 
 
 def _asked(spec: HostSpec) -> list[dict[str, Any]]:

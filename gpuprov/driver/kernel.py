@@ -89,19 +89,17 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
     """
     kernel = system.kernel_release()
     what = "{} does not tell which modules there are"
-    status = require_answer(system.run(("dkms", "status")), what.format("dkms")) if dkms else None
-    states = dkms_states(status.stdout, version) if status is not None else {}
-    if status is not None and not states:
-        lack = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
-        raise GpuprovError(lack, status.evidence(), f"dkms install nvidia/{version}")
-    if status is not None and states.get(kernel) != "installed":
-        raise GpuprovError(
-            f"DKMS knows the driver, but has not installed its modules for kernel {kernel}",
-            status.stdout.strip(),
-            f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log",
-        )
-    asked = ("modinfo", "-k", kernel, "-F", "version", "nvidia")
-    found = require_answer(system.run(asked), what.format("modinfo"))
+    if dkms:
+        status = require_answer(system.run(("dkms", "status")), what.format("dkms"))
+        states = dkms_states(status.stdout, version)
+        if not states:
+            lack = "the driver is not registered with DKMS: the next kernel upgrade would lose it"
+            raise GpuprovError(lack, status.evidence(), f"dkms install nvidia/{version}")
+        if states.get(kernel) != "installed":
+            lack = f"DKMS knows the driver, but has not installed its modules for kernel {kernel}"
+            step = f"dkms install nvidia/{version} -k {kernel}; see /var/lib/dkms/nvidia/{version}/build/make.log"
+            raise GpuprovError(lack, status.stdout.strip(), step)
+    found = require_answer(system.run(("modinfo", "-k", kernel, "-F", "version", "nvidia")), what.format("modinfo"))
     if found.stdout.strip() != version:
         raise GpuprovError(
             f"the installer reported success, but kernel {kernel} has no module nvidia of version {version}",

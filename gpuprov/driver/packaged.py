@@ -28,7 +28,6 @@ from gpuprov.protocol.errors import GpuprovError
 _INSTALL_SECONDS = 600
 _SIMULATE_SECONDS = 60
 _ARCHIVES = "/var/cache/apt/archives"
-_TOOLKIT = re.compile(r"(lib)?nvidia-container")
 
 
 def fits(version: str, wanted: str) -> bool:
@@ -44,7 +43,7 @@ def driver_version(version: str) -> str:
 
 def _products(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
     """Return what packages belong to (the driver, the toolkit), each with the pattern of its packages."""
-    patterns = {"driver": DRIVER_PACKAGES, "toolkit": _TOOLKIT}
+    patterns = {"driver": DRIVER_PACKAGES, "toolkit": re.compile(r"(lib)?nvidia-container")}
     return {product: one for product, one in patterns.items() if any(map(one.match, names))}
 
 
@@ -113,15 +112,14 @@ def _words(system: System, former: Mapping[str, str]) -> tuple[str, ...]:
     """Return apt's words for these versions, from repositories or kept files; empty if it can't get them all."""
     by_version = tuple(f"{name}={version}" for name, version in former.items())
     by_file = tuple(_cached(system, *one) or f"{one[0]}={one[1]}" for one in former.items())
-    for words in dict.fromkeys((by_version, by_file)):
+    for words in filter(None, dict.fromkeys((by_version, by_file))):
         simulated = (
             "apt-get", "--simulate", "--yes", *dpkg.NOTHING_ELSE, "--no-install-recommends", "--allow-downgrades",
             "--allow-change-held-packages", "install", "--",
         )  # fmt: skip
-        asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS) if words else None
-        if asked is not None:
-            require_answer(asked, f"apt-get does not tell whether {_what(former)} can be installed again")
-        if asked is not None and asked.ok and not foreign_removals(asked.stdout):
+        asked = system.run((*simulated, *words), timeout=_SIMULATE_SECONDS)
+        require_answer(asked, f"apt-get does not tell whether {_what(former)} can be installed again")
+        if asked.ok and not foreign_removals(asked.stdout):
             return words
     return ()
 
@@ -280,8 +278,7 @@ class SwitchBranch(ChangeDriverPackages):
 
 def foreign_removals(said: str) -> tuple[str, ...]:
     """Return the packages that `apt-get --simulate` would remove and that do not belong to a driver."""
-    names = re.findall(r"^Remv (\S+)", said, re.MULTILINE)
-    return tuple(name for name in names if not DRIVER_PACKAGES.match(name))
+    return tuple(name for name in re.findall(r"^Remv (\S+)", said, re.MULTILINE) if not DRIVER_PACKAGES.match(name))
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,6 @@ _RED_HAT_KERNEL = re.compile(r"(?P<kernel>\d[^-]*-.+)\.el\d[^.]*\.x86_64")
 _SUSE_KERNEL = re.compile(r"(?P<base>\d[\d.]*-\d+)(?:\.[\d.]+)?-(?P<flavour>[a-z0-9]+)")
 # Others name theirs by the kernel first, and the driver's version is the package's.
 _KMOD = re.compile(r"kmod-nvidia-(?P<open>open-)?(?P<driver>\d{3}(?:\.\d+)+)-(?P<kernel>\d+\.\d+\.\d+-[\d.]+)")
-_KMP_VERSION = re.compile(r"(?P<driver>\d{3}(?:\.\d+)+)_k(?P<kernel>[\d._]+)")
 # SUSE's packages by the generation of the driver, which its names carry from 560 on as G06, from 590 on as G07.
 _SUSE = {"G06": "nv-prefer-signed-open-driver", "G07": "nv-prefer-signed-open-driver-G07"}
 _SIGNED_KMP = re.compile(r"nvidia-open-driver-G\d\d-signed-cuda-kmp-[a-z0-9]+")
@@ -209,7 +208,7 @@ def _suse(facts: HostFacts, kind: str, packages: Mapping[str, Sequence[str]]) ->
     versions = {name: [*map(_upstream, packages.get(name, ()))] for names in groups for name in names}
     for prefer, module, utils in groups:
         for version in versions[module]:
-            built = _KMP_VERSION.fullmatch(version)
+            built = re.fullmatch(r"(?P<driver>\d{3}(?:\.\d+)+)_k(?P<kernel>[\d._]+)", version)
             if built is None or not re.match(rf"{re.escape(base)}(\.|$)", built["kernel"]):
                 continue
             driver = built["driver"]

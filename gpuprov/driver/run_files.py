@@ -30,7 +30,6 @@ from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 from gpuprov.protocol.versions import version_numbers
 
-_LINK = re.compile(r"""href\s*=\s*["']?([^"'\s>]+)""", re.IGNORECASE)
 _VERSION = r"\d{3,4}\.\d{2,4}(?:\.\d{2})?"
 RECORD = f"{STATE_DIRECTORY}/driver.json"
 # Stands while an installer runs: libraries found beside it may be half an installation, whatever their version.
@@ -103,7 +102,7 @@ def parse_index(text: str, architecture: str) -> Mapping[str, str]:
     """Return version → path below the index of the drivers that an index lists for an architecture."""
     found: dict[str, str] = {}
     # The relative links of a page, or the words of a text.
-    for word in _LINK.findall(text) or text.split():
+    for word in re.findall(r"""href\s*=\s*["']?([^"'\s>]+)""", text, re.IGNORECASE) or text.split():
         if ":" in word or ".." in word or word.startswith(("/", "?", "#")):
             continue
         file = re.fullmatch(rf"(?:.*/)?NVIDIA-Linux-{re.escape(architecture)}-({_VERSION})\.run", word)

@@ -270,8 +270,7 @@ def gather_running(system: System, facts: HostFacts) -> RunningDriver:
     named = ("systemctl", "show", "--property=Id", "--value", DISPLAY_MANAGER)
     display = (system.run(named).stdout.strip() or DISPLAY_MANAGER) if DISPLAY_MANAGER in active else ""
     listed, what = ("docker", "ps", "--quiet", "--no-trunc"), "docker does not tell which containers use the GPUs"
-    asked = require_answer(system.run(listed, timeout=20), what) if facts.docker.running_containers else None
-    ids = asked.stdout.split() if asked is not None else []
+    ids = require_answer(system.run(listed, timeout=20), what).stdout.split() if facts.docker.running_containers else []
     shown = require_answer(system.run(("docker", "inspect", *ids), timeout=20), what).stdout if ids else ""
     containers = parse_containers(shown, {one.container for one in holders})
     once = _single_use(shown) if containers else set()
