@@ -31,9 +31,6 @@ _OLD_DAYS = 60
 # The same release serves all three; data-centre rows count where a bulletin has them.
 _SERIES = ("tesla", "nvidia_rtx_quadro_nvs", "geforce")
 _DRIVER = re.compile(rf"linuxr(?P<branch>\d{{3,4}})_(?P<series>{'|'.join(_SERIES)})_(?P<rest>.+)")
-_TOOLKIT = re.compile(r"linux_nvidia_container_toolkit_(?P<rest>.+)")
-_VERSION = re.compile(r"\d+(?:_\d+)+")
-_BEFORE = re.compile(r".*prior_to_(?P<version>\d+(?:_\d+)+)")
 
 
 @click.group(invoke_without_command=True, short_help="Known security holes and problems, and how old this is.")
@@ -237,13 +234,13 @@ def _rows(vulnerability: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, st
     fixed: dict[tuple[str, str, str], list[str]] = {}
     for name in status.get("fixed", ()):
         key, rest = _key(str(name))
-        if key and _VERSION.fullmatch(rest):
+        if key and re.fullmatch(r"\d+(?:_\d+)+", rest):
             fixed.setdefault(key, []).append(rest.replace("_", "."))
     for name in dict.fromkeys(map(str, status.get("known_affected", ()))):
         key, rest = _key(name)
         if not key:
             continue
-        before = _BEFORE.fullmatch(rest)
+        before = re.fullmatch(r".*prior_to_(?P<version>\d+(?:_\d+)+)", rest)
         releases = fixed.get(key, [])
         if not releases and before is None:
             raise ValueError(f"{name}: no release fixes it")
@@ -254,6 +251,6 @@ def _rows(vulnerability: Mapping[str, Any]) -> Iterator[tuple[tuple[str, str, st
 def _key(name: str) -> tuple[tuple[str, str, str] | None, str]:
     if found := _DRIVER.fullmatch(name):
         return (DRIVER, found["branch"], found["series"]), found["rest"]
-    if found := _TOOLKIT.fullmatch(name):
+    if found := re.fullmatch(r"linux_nvidia_container_toolkit_(?P<rest>.+)", name):
         return (TOOLKIT, "", ""), found["rest"]
     return None, ""

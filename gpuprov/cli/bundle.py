@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from gpuprov.protocol.spec import HostSpec
     from gpuprov.protocol.tables import Tables
 
-_CACHE = "~/.cache/gpuprov/bundle"
 _FILE = click.argument("file", type=click.Path(exists=True, dir_okay=False))
 
 
@@ -170,7 +169,7 @@ def _create(system: System, recipe: Recipe, sign_key: str, output: Path) -> Cont
                 own[SIGNING_KEY] = collecting.export_key(system, sign_key, environment)
                 # A key that does not sign, or a wrong passphrase, is known before the downloads.
                 collecting.sign(system, b"", sign_key, environment)
-            made = collecting.collect(to, own, str(Path(_CACHE).expanduser()))
+            made = collecting.collect(to, own, str(Path("~/.cache/gpuprov/bundle").expanduser()))
             signature = collecting.sign(system, made.to_bytes(), sign_key, environment) if sign_key else b""
             _progress(f"writing {output}")
             with part.open("wb") as file:

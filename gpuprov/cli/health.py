@@ -25,8 +25,6 @@ _HANGS = "nvidia-smi-hangs"
 _OURS, _REASON_LENGTH = "gpuprov health: ", 120
 # Slurm's own reason for a node that is down, which it takes back itself; another one is somebody's to end.
 _SILENT = "Not responding"
-_STATE = re.compile(r"\bState=(\S+)")
-_REASON = re.compile(r"\bReason=(.*?)(?: \[\S+@\S+\]|$)", re.MULTILINE)
 
 
 @click.command(short_help="Say whether each GPU is fit for work; changes nothing.")
@@ -121,7 +119,8 @@ def _for_slurm() -> int:
     # A name may be a word or a pattern of Slurm's for more nodes than this one: ALL, gpu[1-100].
     if shown.partition(" ")[0] != f"NodeName={node}" or "\n" in shown:
         raise GpuprovError(f"Slurm has no node of the name {node!r:.80}", shown[:200], "set SLURMD_NODENAME")
-    found, why = _STATE.search(shown), _REASON.search(shown)
+    found = re.search(r"\bState=(\S+)", shown)
+    why = re.search(r"\bReason=(.*?)(?: \[\S+@\S+\]|$)", shown, re.MULTILINE)
     state, reason = found[1] if found else "", why[1] if why else ""
     if code == ExitCode.UNFIT and "DRAIN" not in state:
         if "DOWN" in state and reason and not reason.startswith(_SILENT):

@@ -13,8 +13,6 @@ from gpuprov.fleet.standard_streams import object_text, say, say_text, show
 from gpuprov.protocol.errors import GpuprovError, UsageError
 from gpuprov.protocol.events import no_agent_sends
 
-_STATES = {"satisfied": 0, "violated": 1, "invalid": 2}
-
 
 @click.group()
 def hook() -> None:
@@ -97,7 +95,7 @@ def requirements(cuda: str, driver: str, arch: str, brand: str, expressions: tup
     host = {"cuda": cuda, "driver": driver, "arch": arch, "brand": brand}
     state, reason = check(list(expressions), {name: value for name, value in host.items() if value})
     say(f"{state}: {reason}" if reason else state)
-    sys.exit(_STATES[state])
+    sys.exit({"satisfied": 0, "violated": 1, "invalid": 2}[state])
 
 
 def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool) -> None:

@@ -44,10 +44,9 @@ from gpuprov.protocol.words import counted
 
 # As Kubernetes has label keys and values.
 _LABEL = re.compile(r"((?:[a-z0-9.-]{1,253}/)?[A-Za-z0-9][A-Za-z0-9_.-]{0,62})=([A-Za-z0-9_.-]{0,63})")
-_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
 
 
-@click.group(context_settings=_SETTINGS)
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(__version__, prog_name="gpuprov")
 def cli() -> None:
     """Make Linux machines run containers on NVIDIA GPUs, and prove that they do.

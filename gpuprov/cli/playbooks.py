@@ -32,7 +32,6 @@ def playbooks(folder: Path) -> None:
 
 _AGENT = "files/gpuprov-agent.pyz"
 _COLLECTION = "collections/ansible_collections/gpuprov/host"
-_LINKED = ("plugins", "roles")
 # Made again below, of no use without a clone, or written by Python.
 _LEFT_OUT = shutil.ignore_patterns("__pycache__", "collection.py", "collections")
 
@@ -60,7 +59,7 @@ def write_playbooks(folder: Path) -> tuple[Path, ...]:
             (made / _AGENT).parent.mkdir()
             (made / _AGENT).write_bytes(build_agent().content)
             (made / _COLLECTION).mkdir(parents=True)
-            for name in _LINKED:
+            for name in ("plugins", "roles"):
                 (made / _COLLECTION / name).symlink_to(f"../../../../{name}")
             if playbooks.exists():
                 playbooks.rename(Path(place, "earlier"))

@@ -23,9 +23,7 @@ if TYPE_CHECKING:
     from gpuprov.engines.known import Configuration
 
 
-_ENGINES = ("docker", *packaged("engines"))
 _WITHOUT_SUCH_COMMAND = ("docker", "podman")
-_FORMATS = ("shell", "json", "compose", "quadlet")
 
 
 def _require_valid(options: dict[str, Any]) -> None:
@@ -55,7 +53,7 @@ def runtime() -> None:
 
 
 @runtime.command()
-@click.option("--runtime", "engine", type=click.Choice(_ENGINES), default=None,
+@click.option("--runtime", "engine", type=click.Choice(["docker", *packaged("engines")]), default=None,
               help="The engine. Default: docker; with --config-mode hook, podman.")  # fmt: skip
 @click.option("--config", type=FILE, default="", help="The engine's main file. Default: the engine's usual one.")
 @click.option("--drop-in-config", "drop_in", type=FILE, default=None,
@@ -179,7 +177,7 @@ def _as_json(found: Configuration, *, dry_run: bool) -> dict[str, Any]:
 @click.option("--gpus", metavar="all|none|N,…|UUID,…", default="all", show_default=True,
               help="GPUs, as NVIDIA_VISIBLE_DEVICES names them.")  # fmt: skip
 @click.option("--capabilities", metavar="NAME,…", default="", help="Driver capabilities. Default: compute,utility.")
-@click.option("--format", "form", type=click.Choice(_FORMATS),
+@click.option("--format", "form", type=click.Choice(["shell", "json", "compose", "quadlet"]),
               help="shell: for $(…), the default. compose: for `docker compose`. quadlet: a .container.")  # fmt: skip
 @click.option("--for", "guest", type=click.Choice(("incus", "lxc")),
               help="In place of flags print an Incus (LXD) profile, or lines for LXC and Proxmox VE.")  # fmt: skip

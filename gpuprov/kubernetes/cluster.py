@@ -95,7 +95,6 @@ def succeeded(done: Completed, doing: str) -> Completed:
 
 # Whole GPUs, MIG devices of the strategy `mixed`, and both when they are shared under a name of their own.
 _RESOURCE = re.compile(r"nvidia\.com/(gpu|mig-[0-9a-z.]{1,40}(\.me)?(\+me)?)(\.shared)?")
-_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 _COUNT = re.compile(r"\d{1,5}")
 _LONGEST_TEXT = 300
 _MOST_EVENTS = 5
@@ -221,7 +220,7 @@ def parse_events(answer: Any) -> tuple[str, ...]:
 def _name(thing: Mapping[str, Any]) -> str:
     """Return an object's name, "" if it is invalid."""
     name = _map(thing.get("metadata")).get("name")
-    return name if isinstance(name, str) and _NAME.fullmatch(name) else ""
+    return name if isinstance(name, str) and re.fullmatch(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?", name) else ""
 
 
 def _sentence(thing: Mapping[str, Any]) -> str:

@@ -15,9 +15,6 @@ Object = dict[str, Any]
 RUNTIME_CLASS = "nvidia"
 # Values of the plugin's DEVICE_LIST_STRATEGY, by the name that people give.
 STRATEGIES = {"environment": "envvar", "cdi": "cdi-cri"}
-_PRESENT = "nvidia.com/gpu.present"
-_NAMESPACES = {"plugin": "kube-system", "dra": "dra-driver-nvidia-gpu"}
-_LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 
 
 def objects() -> dict[str, Any]:
@@ -56,9 +53,9 @@ class Manifest:
 
 def manifest(choice: Choice) -> Manifest:
     """Return the manifest of a choice. Raises GpuprovError (exit code 2) for an invalid one."""
-    place = choice.namespace or _NAMESPACES[choice.mode]
+    place = choice.namespace or {"plugin": "kube-system", "dra": "dra-driver-nvidia-gpu"}[choice.mode]
     require_namespace(place)
-    selector = ",".join(f"{key}={value}" for key, value in choice.node_selector.items()) or f"{_PRESENT}=true"
+    selector = ",".join(map("=".join, choice.node_selector.items())) or "nvidia.com/gpu.present=true"
     things = objects()
     image = things["device-plugin"]["spec"]["template"]["spec"]["containers"][0]["image"]
     words = {"place": place, "selector": selector, "version": image.rpartition(":")[2]}
@@ -72,7 +69,7 @@ def manifest(choice: Choice) -> Manifest:
 
 def require_namespace(name: str) -> None:
     """Raise GpuprovError (exit code 2) if this is not a valid namespace name (RFC 1123)."""
-    if not _LABEL.fullmatch(name):
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", name):
         step = "use at most 63 lower-case letters, digits and hyphens, such as gpu-test"
         raise UsageError("this is no name of a namespace", f"--namespace {name[:100]}", step)
 
