@@ -26,7 +26,6 @@ LARGEST_MANIFEST = 16 << 20
 # No part begins with a dot: no hidden files, no way up. A hundred bytes is what a tar header holds.
 _PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._~-]*(?:/[A-Za-z0-9][A-Za-z0-9+._~-]*)*")
 LONGEST_PATH = 100
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 FINGERPRINT = re.compile(r"[0-9A-F]{40}|[0-9A-F]{64}")
 
 
@@ -141,7 +140,7 @@ def _require_sound(manifest: Manifest) -> None:
     for one in manifest.files:
         if not is_safe_path(one.path) or one.path in (MANIFEST, SIGNATURE):
             raise WrongDataError(f"{one.path[:120]!r} is no path for a bundle")
-        if one.size < 0 or not _SHA256.fullmatch(one.sha256):
+        if one.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", one.sha256):
             raise WrongDataError(f"size or digest of {one.path} is none")
     if paths != sorted(set(paths)):
         raise WrongDataError("its files are not in order, or one is there twice")

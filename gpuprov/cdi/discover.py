@@ -29,8 +29,6 @@ _UVM_MINORS = {"/dev/nvidia-uvm": 0, "/dev/nvidia-uvm-tools": 1}
 _MIG_MODES = {"config": 0o400, "monitor": 0o444}
 _MIG_ACCESS_MODE = 0o444
 _NODE_MODE = 0o666  # the driver's default for DeviceFileMode
-_MIG_MINORS = "/proc/driver/nvidia-caps/mig-minors"
-_MIG_LINE = re.compile(r"(config|monitor|gpu\d+/gi\d+(?:/ci\d+)?/access) (\d+)")
 
 
 @dataclass(frozen=True)
@@ -248,8 +246,8 @@ def parse_information(text: str) -> Mapping[str, str]:
 
 def parse_mig_minors(text: str) -> Mapping[str, int]:
     """Return capability (`config`, `gpu0/gi1/ci0/access`) → minor, from mig-minors; other lines are ignored."""
-    lines = (_MIG_LINE.fullmatch(line) for line in text.splitlines())
-    return {found[1]: int(found[2]) for found in lines if found}
+    rows = re.findall(r"^(config|monitor|gpu\d+/gi\d+(?:/ci\d+)?/access) (\d+)$", text, re.MULTILINE)
+    return {name: int(minor) for name, minor in rows}
 
 
 def driver_nodes(system: System, minors: Sequence[int]) -> tuple[Node, ...]:
@@ -290,7 +288,7 @@ def expected_nodes(
 def capability_nodes(system: System, capabilities: Iterable[str]) -> tuple[Node, ...]:
     """Return the nodes of capabilities as mig-minors names them, without those that this driver lacks."""
     major = parse_devices(system.read_text("/proc/devices") or "").get("nvidia-caps")
-    minors = parse_mig_minors(system.read_text(_MIG_MINORS) or "")
+    minors = parse_mig_minors(system.read_text("/proc/driver/nvidia-caps/mig-minors") or "")
     if major is None:
         return ()
     return tuple(

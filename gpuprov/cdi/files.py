@@ -20,7 +20,6 @@ _32_BIT_DIRECTORIES = (*FOLDERS_32_BIT, RHEL_32_BIT)
 _NVML = "libnvidia-ml.so.1"
 # No driver library has such a long name; a hostile file may.
 _LONGEST_SONAME = 128
-_VERSION = re.compile(r"\.so\.(\d{3,4}(?:\.\d+)+)$")
 _LIBRARY = re.compile(r"lib(nv|cuda|GLX_nv|EGL_nv|GLES|vdpau_nv)[\w+.-]*?\.so(\.[\d.]+)?")
 # Folders below the loader's that others look into: VDPAU's back ends, and Mesa's for GBM (a link to the allocator).
 _BACK_ENDS = (("", _LIBRARY), ("/vdpau", _LIBRARY), ("/gbm", re.compile(r"nvidia-drm_gbm\.so")))
@@ -117,7 +116,7 @@ def _folders(system: System, first: Sequence[str], cached: Iterable[CachedLibrar
     found: dict[str, str] = {}
     for name in names:
         real = system.real_path(f"{name}/{_NVML}")
-        version = _VERSION.search(real)
+        version = re.search(r"\.so\.(\d{3,4}(?:\.\d+)+)$", real)
         if version and system.exists(real):
             # /lib may be a link to /usr/lib: the folder counts once.
             found.setdefault(system.real_path(name), version[1])

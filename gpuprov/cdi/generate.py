@@ -280,7 +280,6 @@ def _facts(driver: DriverFacts) -> dict[str, str]:
     return {flag: value for flag, value in found.items() if value}
 
 
-_EMPTY = Specification((), Edits(), {})
 _DRIVER = "--host-driver-version"
 
 
@@ -290,7 +289,7 @@ def in_short(path: str, before: bytes | None, after: bytes) -> str:
     "" if either text is not a specification: then the full diff is shown.
     """
     try:
-        old, new = _EMPTY if before is None else parse_json(before), parse_json(after)
+        old, new = Specification((), Edits(), {}) if before is None else parse_json(before), parse_json(after)
     except GpuprovError:
         return ""
     lines = [f"{path}{' (new)' if before is None else ''}"]

@@ -355,8 +355,7 @@ def with_root(specification: Specification, source: str, target: str, *, relativ
         else:
             nodes = [replace(one, path=moved(one.path)) for one in edits.device_nodes]
             mounts = [replace(one, container_path=moved(one.container_path)) for one in edits.mounts]
-        hooks = tuple(map(hook, edits.hooks))
-        return replace(edits, device_nodes=tuple(nodes), mounts=tuple(mounts), hooks=hooks)
+        return replace(edits, device_nodes=tuple(nodes), mounts=tuple(mounts), hooks=tuple(map(hook, edits.hooks)))
 
     return _edited(specification, change)
 

@@ -151,7 +151,6 @@ _NVIDIA_ARCHITECTURES = {"x86_64": "x86_64", "aarch64": "sbsa"}
 _WITHOUT_SBSA = re.compile(r"debian11|opensuse15|fedora(3\d|4[014])")
 # Names in ID_LIKE that are a family's, not a distribution's: SUSE's own editions for SAP, for desktops, for HPC.
 _FAMILIES = {"suse": "sles"}
-_DOCKER_DOWNLOADS = "https://download.docker.com/linux"
 
 
 def names_of(rows: Iterable[Distribution]) -> str:
@@ -191,8 +190,7 @@ def _parent_row(parent: str, os: OperatingSystem) -> Distribution | None:
     if parent in ("debian", "ubuntu"):
         # Versions of derivatives look like their parents' (Devuan 5, Linux Mint 22) and mean something else.
         names = {"debian": os.codename, "ubuntu": os.ubuntu_codename or os.codename}
-        rows = (row for row in ROWS if row.id == parent and row.codename and row.codename == names[parent])
-        return next(rows, None)
+        return next((row for row in ROWS if row.id == parent and row.codename and row.codename == names[parent]), None)
     if parent == "fedora" and not re.fullmatch(r"[3-9]\d", os.version):
         return None
     return find_distribution(_FAMILIES.get(parent, parent), os.version)
@@ -293,7 +291,7 @@ def docker_repository(row: Distribution, architecture: str) -> ExtraRepository |
     """Return Docker's own repository for a machine, None if Docker has none (docs.docker.com/engine/install)."""
     if not row.docker_repository:
         return None
-    base = f"{_DOCKER_DOWNLOADS}/{row.docker_repository}"
+    base = f"https://download.docker.com/linux/{row.docker_repository}"
     # Debian's and Ubuntu's releases have code names, which are apt's suites.
     if row.codename:
         fingerprint = "9DC858229FC7DD38854AE2D88D81803C0EBFCD88"
