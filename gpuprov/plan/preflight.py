@@ -175,8 +175,7 @@ def _installed_with(driver: DriverSource) -> tuple[Vulnerabilities, ...]:
     """Return the known holes of the driver and the toolkit that the run installs."""
     spec, installed = driver.spec, driver.facts.packages.installed.get(TOOLKIT_PACKAGE, "")
     toolkit_version = spec.toolkit_version if spec.toolkit == "nvidia" and spec.toolkit_version != installed else ""
-    versions = {"driver": driver.coming_version, "toolkit": toolkit_version}
-    return known_vulnerabilities(versions, driver.facts.tables)
+    return known_vulnerabilities({"driver": driver.coming_version, "toolkit": toolkit_version}, driver.facts.tables)
 
 
 def combination(facts: HostFacts) -> Mapping[str, Any]:

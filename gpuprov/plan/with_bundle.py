@@ -182,8 +182,7 @@ def plan_images(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if facts.bundle is None:
         return ()
     lacking = (one for one in facts.bundle.manifest.images if one.reference not in facts.bundle.loaded_images)
-    engine = image_engine(spec)
-    return tuple(LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", engine) for one in lacking)
+    return tuple(LoadImage(one.reference, one.identity, f"{FOLDER}/{one.file}", image_engine(spec)) for one in lacking)
 
 
 @dataclass(frozen=True)

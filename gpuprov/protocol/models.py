@@ -74,9 +74,6 @@ class Table:
     models: tuple[Model, ...]
 
 
-_ID = re.compile(r"[0-9a-f]{4}")
-
-
 @functools.lru_cache(4)
 def models(tables: Tables) -> Table:
     """Return what these tables know of GPUs."""
@@ -122,7 +119,7 @@ def checked_models(data: Any, origin: str) -> Mapping[str, Any]:
         found = _loaded(table)
         ids = [(one.name, number) for one in found.models for number in one.ids]
         ids += [(one.name, number) for one in found.generations for number in (one.first, one.last)]
-        if wrong := next((f"{name}: {number[:20]!r}" for name, number in ids if not _ID.fullmatch(number)), ""):
+        if wrong := next((f"{name}: {one[:20]!r}" for name, one in ids if not re.fullmatch("[0-9a-f]{4}", one)), ""):
             raise ValueError(f"{wrong} is no PCI device id, four hexadecimal digits in lower case")
         known = {one.name for one in found.fabrics} | {""}
         if wrong := next((one.name for one in found.models if one.fabric not in known), ""):

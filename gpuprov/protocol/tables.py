@@ -28,7 +28,6 @@ T = TypeVar("T")
 FORMAT = 1
 DATE = re.compile(r"\d{4}-\d{2}-\d{2}")
 _RELEASE = re.compile(r"\d{3,4}\.\d{1,4}(\.\d{1,4}){0,2}")
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MONTH = re.compile(r"\d{4}-\d{2}|")
 # The branch that is supported longest (580 is the long-term one until June 2028) and serves Maxwell to Blackwell.
 LONG_TERM_BRANCH = "580"
@@ -84,8 +83,7 @@ class Tables:
 
     def server(self, name: str) -> str:
         """Return the URL of a distribution's server, without a slash at its end; a site's table may name some only."""
-        replaced = self.table(SERVERS)["servers"].get(name)
-        return str(replaced or packaged(SERVERS)["servers"][name]).rstrip("/")
+        return str(self.table(SERVERS)["servers"].get(name) or packaged(SERVERS)["servers"][name]).rstrip("/")
 
     def addresses(self, url: str) -> tuple[str, ...]:
         """Return a file's URL, and its URL on the second server if it is on a server that has one (NAME and NAME-2).
@@ -180,7 +178,7 @@ def checked_releases(data: Any, origin: str) -> Mapping[str, Any]:
             raise ValueError(f"newest lacks the long-term branch {LONG_TERM_BRANCH}")
         for architecture, rows in digests.items():
             for release, digest in rows.items() if isinstance(rows, dict) else [("", "")]:
-                if not _RELEASE.fullmatch(str(release)) or not _SHA256.fullmatch(str(digest)):
+                if not _RELEASE.fullmatch(str(release)) or not re.fullmatch("[0-9a-f]{64}", str(digest)):
                     raise ValueError(f"sha256: {architecture}: {str(release)[:40]!r} has no SHA-256 digest")
         if not isinstance(table.get("announced", {}), dict):
             raise ValueError("announced must be a mapping")

@@ -6,7 +6,6 @@ import re
 
 # Numbers that a version has; Python refuses to read those of thousands of digits.
 _NUMBERS = re.compile(r"(?:[0-9]{1,9}:)?([0-9]{1,18}(?:\.[0-9]{1,18})*)(?![0-9])")
-_COUNT = re.compile(r"[0-9]{1,6}")
 
 
 def version_numbers(version: str) -> tuple[int, ...]:
@@ -20,4 +19,4 @@ def version_numbers(version: str) -> tuple[int, ...]:
 
 def count_in(text: object) -> int | None:
     """Return the number that a text is, None if it is none, or more than anybody has GPUs."""
-    return int(str(text)) if _COUNT.fullmatch(str(text)) else None
+    return int(str(text)) if re.fullmatch("[0-9]{1,6}", str(text)) else None
