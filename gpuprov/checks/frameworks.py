@@ -11,16 +11,12 @@ from gpuprov.checks.outcome import Failed, Values
 from gpuprov.core.commands import NOT_FOUND, Completed
 from gpuprov.protocol.codec import Name, Text, WrongDataError, json_at, load
 from gpuprov.protocol.dataclass import dataclass, replace
+from gpuprov.protocol.tables import packaged
 from gpuprov.protocol.words import counted, one_line
 
 TORCH, TENSORFLOW = "torch", "tensorflow"
 _SECONDS = 600
 _LONGEST = 300
-# What PyTorch's warning says instead of a number (c10/cuda/CUDAFunctions.cpp), and the result that it stands for.
-_TORCH_RESULTS = (
-    ("driver on your system is too old", 35), ("Found no NVIDIA driver", 35), ("CUDA driver initialization failed", 3),
-    ("CUDA unknown error", 999), ("no kernel image is available", 209),
-)  # fmt: skip
 # Other programs use the GPU: no fault of the host's.
 _BUSY = ("out of memory", "busy or unavailable")
 # What TensorFlow logs (stream_executor, cuda_driver and dso_loader), before 2.18 and since.
@@ -111,8 +107,9 @@ def _shown(test: EngineTest, found: _Answer, name: str, cuda: str) -> Values:
 
 def _torch_result(said: str) -> str:
     """Return the number of CUDA's result that a warning of PyTorch's tells, nothing if it tells none."""
+    known = packaged("cuda_results")["torch"]
     number = re.search(r"\bError (\d+):", said)
-    return number[1] if number else next((str(result) for text, result in _TORCH_RESULTS if text in said), "")
+    return number[1] if number else next((str(known[text]) for text in known if text in said), "")
 
 
 def _tensorflow_cause(log: str) -> tuple[str, str]:

@@ -22,6 +22,7 @@ from gpuprov.packages.interface import require_answer
 from gpuprov.packages.sources import repo_sections, text_of
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError, Problem
+from gpuprov.protocol.tables import packaged
 
 # Compiling takes two to three minutes on two cores; slow machines take longer.
 _BUILD_SECONDS = 3600
@@ -154,12 +155,6 @@ def _lacking_headers(driver: DriverSource) -> tuple[str, ...]:
 
 # -- DKMS on distributions that do not package it ---------------------------------------------------------------------
 
-# Names of the repositories as EPEL's own package, Oracle, cloud images and SUSEConnect give them; not their sources,
-# debug packages, tests and EPEL's repository of Cisco's codec.
-_ENABLED_ALREADY = {
-    "EPEL": re.compile(r"(.*[_-])?epel", re.IGNORECASE),
-    "PackageHub": re.compile(r"(?!.*(debug|source)).*(package[-_ ]?hub|backports).*", re.IGNORECASE),
-}
 _REPOSITORY_FILES = re.compile(r"/etc/(yum\.repos\.d|zypp/repos\.d)/(?!gpuprov-)[^/]+\.repo")
 
 
@@ -211,7 +206,7 @@ def needs_dkms(driver: DriverSource) -> bool:
 
 
 def _has_dkms_source(facts: HostFacts) -> bool:
-    pattern = _ENABLED_ALREADY[facts.distribution.dkms_from]
+    pattern = re.compile(packaged(known_repositories.TABLE)["dkms_names"][facts.distribution.dkms_from], re.IGNORECASE)
     for path in filter(_REPOSITORY_FILES.fullmatch, facts.files):
         with contextlib.suppress(configparser.Error):
             # The names of the host's own enabled repositories, in brackets.

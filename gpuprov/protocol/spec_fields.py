@@ -76,15 +76,6 @@ WORDS = form(r"[A-Za-z0-9./_-]+( [A-Za-z0-9./_-]+)*", "is not a list of plain wo
 _SECRET = ("proxy", "vgpu")
 _NESTED = ("name", "uri", "suite", "components", "key_url", "key_fingerprint", "image", "command", "expect",
            "feature", "token", "server")  # fmt: skip
-_REASONS = {
-    "Not a valid string.": "must be text (put a version number in quotes)",
-    "Not a valid boolean.": "must be true or false",
-    "Not a valid list.": "must be a list",
-    "Not a valid integer.": "must be a whole number",
-    "Invalid input type.": "must be a mapping",
-    "Field may not be null.": "has no value",
-    "Missing data for required field.": "is missing",
-}
 
 
 class Text(schema_fields.String):
@@ -224,6 +215,6 @@ def problem_of(path: str, reason: str, values: Mapping[str, Any], origin: str, k
     if isinstance(value, float):
         quoted = f"""{PREFIX}{name}: "{value}" (in INI files {PREFIX}{name}='"{value}"')"""
         hint = f"set {quoted}; without quotes 12.10 is 12.1"
-    what = f"{PREFIX}{path} {_REASONS.get(reason, reason)}"
+    what = f"{PREFIX}{path} {packaged('options')['reasons'].get(reason, reason)}"
     shown = "a value that may hold a password is not shown" if name in _SECRET else masked(repr(value))
     return Problem(what, f"{where + ': ' if where else ''}{shown}", hint)
