@@ -102,11 +102,9 @@ def prove_modules(system: System, version: str, *, dkms: bool) -> None:
             raise GpuprovError(lack, status.stdout.strip(), step)
     found = require_answer(system.run(("modinfo", "-k", kernel, "-F", "version", "nvidia")), what.format("modinfo"))
     if found.stdout.strip() != version:
-        raise GpuprovError(
-            f"the installer reported success, but kernel {kernel} has no module nvidia of version {version}",
-            found.evidence() if not found.ok else f"modinfo -k {kernel} nvidia: version {found.stdout.strip()}",
-            f"which file is it? modinfo -k {kernel} -F filename nvidia; dkms status",
-        )
+        lack = f"the installer reported success, but kernel {kernel} has no module nvidia of version {version}"
+        seen = f"modinfo -k {kernel} nvidia: version {found.stdout.strip()}" if found.ok else found.evidence()
+        raise GpuprovError(lack, seen, f"which file is it? modinfo -k {kernel} -F filename nvidia; dkms status")
 
 
 def require_sources(system: System) -> None:

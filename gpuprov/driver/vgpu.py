@@ -80,10 +80,9 @@ class LicenseVgpu(Change):
 
     def apply(self, system: System, tell: Tell) -> None:
         if not system.exists(GRIDD_TEMPLATE):
-            raise GpuprovError(
-                "the installed driver takes no licence for virtual GPUs: it is not NVIDIA's GRID driver",
-                f"there is no {GRIDD_TEMPLATE}", "set gpuprov_driver_url to the .run file of the GRID driver",
-            )  # fmt: skip
+            what = "the installed driver takes no licence for virtual GPUs: it is not NVIDIA's GRID driver"
+            step = "set gpuprov_driver_url to the .run file of the GRID driver"
+            raise GpuprovError(what, f"there is no {GRIDD_TEMPLATE}", step)
         changes.write_files(system, ((GRIDD_CONFIG, self._config(system), 0o644),))
         if self.token:
             changes.write_files(system, ((TOKEN, self.token.encode(), 0o400),))

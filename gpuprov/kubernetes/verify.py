@@ -318,14 +318,12 @@ def _chosen(
     Without an inventory: all nodes with GPUs. Raises GpuprovError if there is none.
     """
     if not targets:
-        chosen = tuple((node, None) for node in nodes if node.has_gpus)
-        if not chosen:
-            raise GpuprovError(
-                "no node of the cluster offers nvidia.com/gpu: no device plugin has registered",
-                f"nodes: {listed(node.name for node in nodes) or 'none'}",
-                "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true",
-            )
-        return chosen, ()
+        if chosen := tuple((node, None) for node in nodes if node.has_gpus):
+            return chosen, ()
+        what = "no node of the cluster offers nvidia.com/gpu: no device plugin has registered"
+        seen = f"nodes: {listed(node.name for node in nodes) or 'none'}"
+        step = "gpuprov kubernetes manifest | kubectl apply -f -; kubectl label node NODE nvidia.com/gpu.present=true"
+        raise GpuprovError(what, seen, step)
     names = {target.name for target in targets}
     pairs = [(target, node_checks.node_of(target, nodes, names)) for target in targets]
     lists = node_checks.host_lists([target for target, node in pairs if node is not None], options, stopped)
