@@ -333,8 +333,7 @@ def _edit_problems(where: str, edits: Edits) -> Iterator[str]:
 
 # -- paths below another root ------------------------------------------------------------------------------------------
 # Source: nvidia-container-toolkit, pkg/nvcdi/transform/root.
-# Of these stages' hooks, the path or the arguments are the container's, not the host's.
-_CONTAINER_PATH = ("startContainer",)
+# Of these stages' hooks the arguments are the container's, not the host's; of the second, the path too.
 _CONTAINER_ARGUMENTS = ("createContainer", "startContainer")
 
 
@@ -344,7 +343,7 @@ def with_root(specification: Specification, source: str, target: str, *, relativ
     moved = functools.partial(_moved, source=source, target=target)
 
     def hook(one: Hook) -> Hook:
-        path = moved(one.path) if (one.name in _CONTAINER_PATH) is not on_host else one.path
+        path = moved(one.path) if (one.name == "startContainer") is not on_host else one.path
         words = tuple("::".join(map(moved, word.split("::"))) for word in one.args)
         return replace(one, path=path, args=words if (one.name in _CONTAINER_ARGUMENTS) is not on_host else one.args)
 

@@ -24,9 +24,8 @@ _SUFFIXES = (".json", ".yaml", ".yml")
 
 def specifications(x: HostSnapshot) -> dict[str, str]:
     """Return path → text of the specifications that name NVIDIA's devices or can't be read."""
-    texts = {path: text for path, text in x.texts.items() if path.startswith(SPECIFICATION_FOLDERS)}
-    named = {path: text for path, text in texts.items() if path.endswith(_SUFFIXES)}
-    return {path: text for path, text in named.items() if path == PATH or "nvidia" in text}
+    paths = (path for path in x.texts if path.startswith(SPECIFICATION_FOLDERS) and path.endswith(_SUFFIXES))
+    return {path: x.texts[path] for path in paths if path == PATH or "nvidia" in x.texts[path]}
 
 
 def _correction(x: HostSnapshot, path: str) -> str:

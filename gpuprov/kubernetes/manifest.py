@@ -13,8 +13,6 @@ from gpuprov.protocol.errors import UsageError
 
 Object = dict[str, Any]
 RUNTIME_CLASS = "nvidia"
-# Values of the plugin's DEVICE_LIST_STRATEGY, by the name that people give.
-STRATEGIES = {"environment": "envvar", "cdi": "cdi-cri"}
 
 
 def objects() -> dict[str, Any]:
@@ -79,7 +77,8 @@ def _plugin(choice: Choice, place: str, things: Object) -> list[Object]:
     made["metadata"]["namespace"] = place
     pod = made["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    variables = {"DEVICE_LIST_STRATEGY": STRATEGIES[choice.strategy], "MIG_STRATEGY": choice.mig}
+    strategy = "cdi-cri" if choice.strategy == "cdi" else "envvar"
+    variables = {"DEVICE_LIST_STRATEGY": strategy, "MIG_STRATEGY": choice.mig}
     container["env"] += [{"name": name, "value": value} for name, value in variables.items()]
     if choice.mig != "none":
         container["env"] += things["mig"]["env"]

@@ -258,8 +258,7 @@ class NodeChecks:
 def _no_plugin(node: Node) -> Problem:
     seen = ", ".join(f"{name}: {count}" for name, count in node.capacity.items())
     what = "the device plugin on the node reports no healthy GPU" if seen else "no device plugin offers the node's GPUs"
-    evidence = f"status.capacity has {seen}" if seen else "status.capacity has no nvidia.com/gpu"
-    return Problem(what, evidence, _NO_PLUGIN)
+    return Problem(what, f"status.capacity has {seen or 'no nvidia.com/gpu'}", _NO_PLUGIN)
 
 
 def _other_count(node: Node, host: tuple[str, ...]) -> Problem:

@@ -146,16 +146,13 @@ def gather_kernel(system: System) -> Kernel:
     )
 
 
-# An X server writes its process id, in eleven characters (Xserver, os/utils.c).
-_LONGEST_LOCK = 64
-
-
 def gather_displays(system: System) -> tuple[str, ...]:
     """Return the X servers that run, by their lock files (Xserver(1)), as the driver's installer looks for them."""
     found = []
     for name in system.list_directory("/tmp"):
         display = re.fullmatch(r"\.X(\d+)-lock", name)
-        pid = system.read_foreign(f"/tmp/{name}", _LONGEST_LOCK).strip() if display else ""
+        # The server writes its process id, in eleven characters (Xserver, os/utils.c).
+        pid = system.read_foreign(f"/tmp/{name}", 64).strip() if display else ""
         if display and pid.isdecimal() and system.exists(f"/proc/{pid}"):
             found.append(f"display :{display[1]} is process {pid}'s")
     return tuple(found)

@@ -18,7 +18,6 @@ from gpuprov.runtime_hook.rootfs import Root
 
 _SECONDS = 20
 _VARIABLES = ("LD_PRELOAD", "LD_LIBRARY_PATH")
-_CONFIGURATION = ("/etc/ld.so.conf", "/etc/ld.so.conf.d")
 # No driver is installed below these by its installer or by a distribution.
 _FOREIGN = ("/usr/local/", "/opt/", "/home/", "/root/", "/srv/", "/tmp/")
 
@@ -79,7 +78,7 @@ def _reason(system: System, one: Candidate) -> str:
     if source in _VARIABLES:
         return _line(system, ENVIRONMENT, rf"\b{source}=") + f" sets {source}"
     folder = parent_of(one.path)
-    file, directory = _CONFIGURATION
+    file, directory = "/etc/ld.so.conf", "/etc/ld.so.conf.d"
     for path in (file, *(f"{directory}/{name}" for name in system.list_directory(directory))):
         place = _line(system, path, rf"^\s*{re.escape(folder)}/?\s*(?:#.*)?$")
         if place != path:
