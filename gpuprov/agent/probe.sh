@@ -31,5 +31,5 @@ if [ "$(id -u)" != 0 ]; then
   echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
 fi
 # local_machine (probe.py) returns the same of the controller.
-echo "machine $(cat /etc/machine-id 2>/dev/null) $(cat /proc/sys/kernel/random/boot_id) $(readlink /proc/self/ns/pid)"
+echo "machine $(head -c 64 /etc/machine-id 2>/dev/null) $(cat /proc/sys/kernel/random/boot_id) $(readlink /proc/self/ns/pid)"
 echo "end"
