@@ -147,6 +147,7 @@ def files_of(wheel: bytes) -> Iterator[tuple[str, bytes]]:
         for name in archive.namelist():
             path = PurePosixPath(name)
             taken = travels(path) and path.suffix not in (".c", ".pyx", ".h") and not path.parts[0].endswith(".data")
+            taken = taken and name != "example.py"  # of NVIDIA's bindings, beside their module
             if path.parts[0].endswith(".dist-info"):
                 taken = path.name == "METADATA" or bool(_LICENCE.match(path.name))
             if taken and not name.endswith("/"):
