@@ -290,9 +290,9 @@ class System:
     def write_problems(self, paths: Iterable[str], executed: Iterable[str] = ()) -> tuple[Problem, ...]:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
-        dangling = functools.cache(self._dangling_folder)
+        no_folder = functools.cache(self._no_folder)
         for path in paths:
-            link = dangling(str(Path(path).parent)) or self._masked(path)
+            link = no_folder(str(Path(path).parent)) or self._no_file(path)
             found.setdefault(link or files.write_refusal(self.path(self.real_path(path))), []).append(path)
         found.pop(("", ""), None)
         noexec = {mount: path for path in executed if (mount := files.mounted_noexec(self.path(path)))}
@@ -302,21 +302,27 @@ class System:
                       f"mount -o remount,exec {shlex.quote(mount)}") for mount, path in noexec.items()),
         )  # fmt: skip
 
-    def _dangling_folder(self, path: str) -> tuple[str, str] | None:
-        """Return the part of a folder's path that is a link to nothing, and how to remove it: it can't be made."""
+    def _no_folder(self, path: str) -> tuple[str, str] | None:
+        """Return the part of a folder's path that is no folder, nor leads to one, and how to remove it."""
         for folder in map(str, (*reversed(Path(path).parents), path)):
-            target = getattr(self.status(folder), "target", "")
-            if target and not self.exists(folder):
-                return f"{folder} is a link to {target}, which does not exist", f"rm {shlex.quote(folder)}"
+            found, name = self.status(folder), shlex.quote(folder)
+            if found is None or self.path(self.real_path(folder)).is_dir():
+                continue
+            if found.kind != "link":
+                return f"{folder} is no folder: {found.kind}", f"mv {name} {name}.old"
+            lacks = "is no folder" if self.exists(folder) else "does not exist"
+            return f"{folder} is a link to {found.target}, which {lacks}", f"rm {name}"
         return None
 
-    def _masked(self, path: str) -> tuple[str, str] | None:
-        """Return that a path is a link to a device, as `systemctl mask` makes them, and how to remove it."""
-        found = self.status(path)
-        behind = self.status(self.real_path(path)) if found is not None and found.kind == "link" else None
-        if found is None or behind is None or behind.kind in ("file", "directory"):
+    def _no_file(self, path: str) -> tuple[str, str] | None:
+        """Return that a path is a folder, or a link to no file (`systemctl mask` makes them), and how to remove it."""
+        found, behind, name = self.status(path), self.status(self.real_path(path)), shlex.quote(path)
+        if found is not None and found.kind == "directory":
+            return f"{path} is a folder, as `docker run -v` makes for a missing file", f"mv {name} {name}.old"
+        # A link to a folder is itself what is replaced, as /usr/local/cuda.
+        if found is None or found.kind != "link" or behind is None or behind.kind in ("file", "directory"):
             return None
-        return f"{path} is a link to {found.target}, which is no file", f"rm {shlex.quote(path)}"
+        return f"{path} is a link to {found.target}, which is no file", f"rm {name}"
 
     def append(self, path: str, content: bytes) -> None:
         """Append to a file, all or nothing, and wait until it is on disk."""

@@ -13,7 +13,7 @@ from gpuprov.engines import docker as engine
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.docker_unit import decisive_lines, flag_values, listens_at
 from gpuprov.protocol.errors import Problem
-from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, is_ours
 
 _RUNTIME = "nvidia"
 _PID_FILE = "/run/docker.pid"
@@ -237,13 +237,16 @@ def default_runtime_isolates(x: HostSnapshot) -> Seen | None:
 
 
 def hook_missing(x: HostSnapshot) -> Seen | None:
-    is_there = NVIDIA_HOOK_PATH in x.there or x.programs.get("nvidia-container-runtime-hook")
+    is_there = x.programs.get("nvidia-container-runtime-hook")
     if not x.host.docker.active or is_there or not (in_daemon(x) or in_file(x)):
         return None
-    seen, package = f"ls {NVIDIA_HOOK_PATH}: No such file or directory", "nvidia-container-toolkit"
+    seen, package = "command -v nvidia-container-runtime-hook: nothing", "nvidia-container-toolkit"
     # Not the package that has the runtime, nvidia-container-toolkit-base.
     if package in x.host.packages.installed:
         return Seen(seen, again=commands.reinstall_packages(x, package))
+    if (other := x.host.files.get(NVIDIA_HOOK_PATH)) and not is_ours(other.content):  # so it stays
+        again = f"rm {NVIDIA_HOOK_PATH}; {commands.gpuprov_install(x)}"
+        return Seen(seen, f"{NVIDIA_HOOK_PATH} is there, and no program", again=again, remedies=())
     remedies = (Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (_UNIT,)))
     return Seen(seen, again=commands.gpuprov_install(x), remedies=remedies)
 

@@ -45,11 +45,12 @@ conditions({
         remedies=_again(x)),
     "nvidia-smi-missing": lambda x: x.smi.reason == "nvidia-smi is not installed" and bool(x.driver.library_version)
         and not x.host.kernel.wsl and Seen("command -v nvidia-smi: nothing", remedies=_again(x)),
-    "driver-damaged": lambda x: (damage := x.host.driver_damage) and "/nvidia-smi:" not in damage
+    "driver-damaged": lambda x: (damage := x.host.driver_damage) and "nvidia-smi:" not in damage
         and not x.host.kernel.wsl and Seen(damage, remedies=_again(x)),
     "library-not-in-cache": lambda x: bool(x.driver.library_version) and not x.host.kernel.wsl
-        and _NVML not in x.loader and (Seen(f"{CACHE}: no {_NVML}", confidence=LIKELY) if CACHE in x.there
-                                       else f"ls {CACHE}: No such file or directory"),
+        and (lost := next((name for name in (_NVML, _CUDA) if name not in x.loader), ""))
+        and (Seen(f"{CACHE}: no {lost}, or it leads to no file", confidence=LIKELY) if CACHE in x.there
+             else f"ls {CACHE}: No such file or directory"),
     "fabric-hidden": lambda x: not x.host.kernel.container and x.spec.fabric_manager == "auto"
         and bool(x.host.fabric.hidden) and (problem := fabric_manager.fault(x.host.fabric, "")) is not None
         and seen_of(problem),

@@ -118,7 +118,9 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         kernels=gather_kernels(system),
         dkms="".join(re.findall(rf"nvidia.*{host.driver.library_version}.*\n", _said(system, ("dkms", "status")))),
         loader={
-            one.name: one.path for one in reversed(cached) if one.name in (LIBCUDA, LIBNVIDIA_ML) and one.is_64_bit
+            one.name: one.path
+            for one in reversed(cached)
+            if one.name in (LIBCUDA, LIBNVIDIA_ML) and one.is_64_bit and _is_file(system, one.path)
         },
         units=snapshot.parse_units(_said(system, (*_SHOW, *units))),
         docker_log=snapshot.docker_lines(_said(system, _DOCKER_LOG)),
@@ -160,6 +162,11 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         memory_fault=recalled.fault,
         is_booted=system.exists(BOOTED),
     )
+
+
+def _is_file(system: System, path: str) -> bool:
+    found = system.status(system.real_path(path))
+    return found is not None and found.kind == "file"
 
 
 def _said(system: System, argv: Sequence[str]) -> str:
@@ -315,8 +322,9 @@ def _broken(system: System) -> Mapping[str, str]:
 def _changeable(system: System, host: HostFacts, texts: Mapping[str, str]) -> Mapping[str, str]:
     """Return what root or its containers obey and others can change, with owner and mode."""
     paths = (*SPECIFICATION_FOLDERS, *_specifications(texts), *host.files, host.docker.config_path)
-    found = {path: one for path in paths if (one := system.status(system.real_path(path)))}
-    return {path: f"{one.uid} {one.mode:o}" for path, one in found.items() if one.uid or one.mode & 0o022}
+    found = ((path, system.status(system.real_path(path))) for path in paths)
+    real = {path: one for path, one in found if one and one.kind in ("file", "directory")}
+    return {path: f"{one.uid} {one.mode:o}" for path, one in real.items() if one.uid or one.mode & 0o022}
 
 
 def _specifications(texts: Mapping[str, str]) -> list[str]:

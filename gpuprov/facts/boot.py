@@ -58,10 +58,10 @@ _NEEDED = (PROGRAM, *(f"{folder}/{name}" for name in (NODES, REFRESH, WATCH) for
 
 
 def lacking(system: System) -> tuple[str, ...]:
-    """Return missing or empty files, masked units, and links of units, that each boot of a host set up here needs."""
-    there = {path: system.status(path) for path in _NEEDED}
-    missing = tuple(path for path, one in there.items() if one is None or not one.size or one.target == "/dev/null")
-    return missing if any(there.values()) else ()
+    """Return what each boot of a host set up here needs and is no file, or empty: /dev/null where a unit is masked."""
+    there = {path: system.status(system.real_path(path)) for path in _NEEDED}
+    missing = tuple(path for path, one in there.items() if one is None or one.kind != "file" or not one.size)
+    return missing if any(map(system.status, _NEEDED)) else ()
 
 
 def python_of(unit: bytes) -> str:

@@ -88,8 +88,7 @@ def damage(system: System, driver: DriverFacts) -> str:
         fault = _broken(system, path) if path else f"no {name}.{driver.library_version}"
         if fault:
             return f"{path or 'the loader' + chr(39) + 's folders'}: {fault}"
-    has_smi = any(one.path.endswith("/nvidia-smi") for one in driver.programs)
-    return "" if has_smi else "/usr/bin/nvidia-smi: No such file or directory"
+    return "" if system.which("nvidia-smi") else "command -v nvidia-smi: nothing"
 
 
 def _broken(system: System, path: str) -> str:

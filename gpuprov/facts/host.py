@@ -313,11 +313,14 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)
+        if status is None:
+            continue
         # A link, or a program too large to be gpuprov's, exists too and belongs to others.
-        content = b"" if path in (deploy.NVIDIA_HOOK_PATH, NVIDIA_DOCKER) else None
-        if status is not None and status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
+        is_others = path == NVIDIA_DOCKER or (path == deploy.NVIDIA_HOOK_PATH and status.kind != "directory")
+        content = b"" if is_others else None
+        if status.kind == "file" and status.size <= _LARGEST_MANAGED_FILE:
             content = system.read_bytes(path)
-        if status is not None and content is not None:
+        if content is not None:
             found[path] = FileFact(content, status.mode, status.uid, status.gid)
     return found
 

@@ -459,3 +459,19 @@ def test_refresh_leaves_the_specification_to_a_run_that_goes_on(host: FakeHost) 
         assert ours
         assert "a gpuprov run is going on" in program_main.refresh(host)
     assert not host.exists(CDI)
+
+
+@pytest.mark.parametrize("target", ["/dev/null", "/gone", "gpuprov-nodes.service", "."])
+def test_a_unit_that_leads_to_no_file_is_missing(host: FakeHost, target: str) -> None:
+    """Masked; a link to nothing and to itself; to a folder."""
+    for path in (boot.PROGRAM, *(f"{UNITS}/{name}" for name in (NODES, REFRESH, WATCH))):
+        host.make_directory(parent_of(path))
+        host.write(path, b"x")
+    host.make_directory(boot.WANTS)
+    for name in (NODES, REFRESH, WATCH):
+        host.make_link(f"{boot.WANTS}/{name}", f"{UNITS}/{name}")
+    assert boot.lacking(host) == ()
+    host.make_directory("/dev")
+    host.make_node("/dev/null", 1, 3, 0o666, 0)
+    host.make_link(f"{UNITS}/{NODES}", target)
+    assert boot.lacking(host) == (f"{UNITS}/{NODES}", f"{boot.WANTS}/{NODES}")

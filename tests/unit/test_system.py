@@ -280,6 +280,20 @@ def test_a_folder_that_is_a_link_to_nothing_prevents_a_write(tmp_path: Path) -> 
     assert problem.next_step == "rm /etc/cdi"
     (tmp_path / "gone/cdi").mkdir(parents=True)
     assert system.write_problems(["/etc/cdi/nvidia.json"]) == ()
+    (tmp_path / "gone/cdi/nvidia.json").mkdir()
+    (problem,) = system.write_problems(["/gone/cdi/nvidia.json"])
+    assert problem.next_step == "mv /gone/cdi/nvidia.json /gone/cdi/nvidia.json.old"
+
+
+def test_a_file_in_the_place_of_a_folder_prevents_a_write(tmp_path: Path) -> None:
+    system = System(str(tmp_path))
+    (tmp_path / "etc/apt").mkdir(parents=True)
+    (tmp_path / "etc/docker").touch()
+    (tmp_path / "etc/apt/keyrings").symlink_to("/etc/docker")
+    file, link = system.write_problems(["/etc/docker/daemon.json", "/etc/apt/keyrings/new/key.gpg"])
+    assert (file.evidence, file.next_step) == ("/etc/docker is no folder: file", "mv /etc/docker /etc/docker.old")
+    assert link.evidence == "/etc/apt/keyrings is a link to /etc/docker, which is no folder"
+    assert link.next_step == "rm /etc/apt/keyrings"
 
 
 def test_a_link_to_a_device_prevents_a_write_and_the_device_stays(tmp_path: Path) -> None:

@@ -257,7 +257,7 @@ def test_libraries_for_larger_pages_have_names_and_ends(tmp_path: Path, page_siz
     assert set(re.findall(r"LOAD .* (0x\w+)$", headers, re.MULTILINE)) == {hex(page_size)}
     (folder / "libnvidia-ml.so.1").symlink_to(f"libnvidia-ml.so.{version}")
     (tmp_path / "usr/bin").mkdir()
-    (tmp_path / "usr/bin/nvidia-smi").touch()
+    (tmp_path / "usr/bin/nvidia-smi").touch(0o755)
     system = System(str(tmp_path))
     driver = discover(system)
     assert links(driver)[f"{MULTIARCH}/libcuda.so.1"] == f"libcuda.so.{version}"

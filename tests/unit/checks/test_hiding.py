@@ -186,7 +186,7 @@ def test_the_loaders_variables_in_the_environment_file() -> None:
 @pytest.mark.parametrize(
     ("hurt", "told"),
     [
-        ("rm usr/bin/nvidia-smi", "/usr/bin/nvidia-smi: No such file or directory"),
+        ("rm usr/bin/nvidia-smi", "command -v nvidia-smi: nothing"),
         (f"rm .{LIBRARIES}/libcuda.so.{VERSION}", f"no libcuda.so.{VERSION}"),
         (f"truncate -s 1000 .{LIBRARIES}/libcuda.so.{VERSION}", "its end is missing"),
         (f"truncate -s 0 .{LIBRARIES}/libnvidia-ml.so.{VERSION}", "empty or too short"),

@@ -95,6 +95,8 @@ DRIVER_ROWS = (
     Row("library-not-in-cache", both(without("/etc/ld.so.cache"), lambda x: replace(x, loader={})),
         "ls /etc/ld.so.cache: No such file", "ldconfig"),
     Row("library-not-in-cache", lambda x: replace(x, loader={}), "no libnvidia-ml.so.1", "ldconfig", LIKELY),
+    Row("library-not-in-cache", lambda x: replace(x, loader={"libnvidia-ml.so.1": "/usr/lib/libnvidia-ml.so.1"}),
+        "no libcuda.so.1, or it leads to no file", "ldconfig", LIKELY),
     Row("cuda-stub",
         both(text("/etc/ld.so.conf.d/cuda.conf", "/usr/local/cuda/lib64/stubs\n"),
              lambda x: replace(x, loader={**x.loader, "libcuda.so.1": "/usr/local/cuda/lib64/stubs/libcuda.so.1"})),

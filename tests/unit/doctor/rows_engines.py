@@ -179,11 +179,15 @@ ENGINE_ROWS = (
         "command -v nvidia-container-runtime-hook: /usr/local/bin/hook",
         "mv /usr/local/bin/hook /usr/local/bin/hook.old; systemctl restart docker", LIKELY),
     Row("hook-missing", both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
-        f"ls {NVIDIA_HOOK_PATH}", "systemctl restart docker"),
+        "command -v nvidia-container-runtime-hook: nothing", "systemctl restart docker"),
+    Row("hook-missing",
+        both(lambda x: host(files={**x.host.files, NVIDIA_HOOK_PATH: FileFact(b"", 0o777, 0, 0)})(x),
+             lambda x: replace(x, programs={"runc": "/usr/bin/runc"})),
+        f"{NVIDIA_HOOK_PATH} is there, and no program", f"rm {NVIDIA_HOOK_PATH}; gpuprov install; systemctl restart"),
     Row("hook-missing",
         both(installed(nvidia_container_toolkit="1.19.1-1", nvidia_container_toolkit_base="1.19.1-1"),
              both(without(NVIDIA_HOOK_PATH), lambda x: replace(x, programs={"runc": "/usr/bin/runc"}))),
-        f"ls {NVIDIA_HOOK_PATH}", "apt-get install -y --reinstall nvidia-container-toolkit; "),
+        "nvidia-container-runtime-hook: nothing", "apt-get install -y --reinstall nvidia-container-toolkit; "),
     # dockerd 20.10.24 and 26.1.5, `docker run --gpus all` without the hook at its start.
     Row("hook-unseen",
         docker_says('level=error msg="Handler for POST /v1.41/containers/x/start returned error: could not select '

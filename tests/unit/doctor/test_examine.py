@@ -161,6 +161,10 @@ def test_files_that_others_can_change_are_seen(host: DoctorHost) -> None:
         (host.root / path).chmod(0o777)
     found = {"/etc/cdi": "0 777", LAUNCHER_PATH: "0 777", "/etc/docker/daemon.json": "0 777"}
     assert examined(host).changeable == found
+    for path, target in (("etc/docker/daemon.json", "/dev/null"), ("usr/bin/gpuprov-container-runtime", "/nowhere")):
+        (host.root / path).unlink()
+        (host.root / path).symlink_to(target)
+    assert examined(host).changeable == {"/etc/cdi": "0 777"}
 
 
 def test_a_low_level_runtime_that_does_not_run_is_seen(host: DoctorHost) -> None:
