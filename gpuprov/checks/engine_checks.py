@@ -115,7 +115,8 @@ def _docker_cdi(facts: DockerFacts, test: EngineTest) -> Values:
 def _check_other(subject: Subject, name: str, facts: EngineFacts, registered: Mapping[str, Registration]) -> None:
     """Check containerd, CRI-O or podman."""
     checks, spec = subject.checks, subject.spec
-    engine: Engine = PODMAN if name == "podman" else Containerd(toolkit.runtime_path(spec))
+    address = other_engines.socket_of(facts, name)
+    engine: Engine = PODMAN if name == "podman" else Containerd(toolkit.runtime_path(spec), address)
     is_ready = checks.check(name, lambda: _engine(subject, name, facts, registered))
     if is_ready and ENGINES[name].socket:
         checks.check(f"{name}, handler {RuntimeEntry().name}", lambda: _handler(subject, name, facts))
@@ -134,7 +135,7 @@ def _handler(subject: Subject, name: str, facts: EngineFacts) -> Values:
     command = other_engines.restart_command(name, facts)
     running = facts.running
     if running is None:
-        raise Skipped(f"{name} tells no handlers through CRI ({ENGINES[name].socket})")
+        raise Skipped(f"{name} tells no handlers through CRI ({other_engines.socket_of(facts, name)})")
     kept = other_engines.kept_running({name: facts}, kubernetes_programs(subject.system), subject.spec)
     if facts.has_not_read_its_files and name in kept:
         raise Skipped(f"{name} has not read its files yet, and a restart is yours to choose: {command}")

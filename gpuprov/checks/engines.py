@@ -19,6 +19,8 @@ from gpuprov.checks.outcome import Failed, telling_line
 from gpuprov.checks.smi import SmiReport, exits
 from gpuprov.core.commands import Completed, Failure
 from gpuprov.core.system import System
+from gpuprov.engines.known import ENGINES
+from gpuprov.engines.other_engines import socket_of
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.repos import DEBIAN_ARCHITECTURES
@@ -160,20 +162,27 @@ PODMAN = DockerLike(
 class Containerd:
     """containerd by its own client, ctr, as DockerLike: `runtime` in place of runc. Few hosts have what --gpus needs.
 
-    In a namespace of containerd's of its own, beside docker's (moby) and Kubernetes' (k8s.io).
+    It listens at `address`. In a namespace of containerd's of its own, beside docker's (moby) and Kubernetes' (k8s.io).
     """
 
     runtime: str
+    address: str = ENGINES["containerd"].socket
     name: str = "containerd"
     way: str = "runtime"
     nothing: tuple[str, ...] = (VOID,)
     not_started: str = "containerd did not start it: journalctl -u containerd tells more"
 
+    @property
+    def ctr(self) -> tuple[str, ...]:
+        """The client with the words that each command begins with."""
+        place = () if self.address == ENGINES["containerd"].socket else ("--address", self.address)
+        return ("ctr", *place, "--namespace", REPOSITORY)
+
     def image(self, system: System, wanted: str = "") -> str:
-        listed = system.run((*_CTR, "images", "list", "--quiet")).stdout.split()
+        listed = system.run((*self.ctr, "images", "list", "--quiet")).stdout.split()
         if wanted:
             reference = full_reference(wanted)
-            pull = (*_CTR, "images", "pull", reference)
+            pull = (*self.ctr, "images", "pull", reference)
             if reference not in listed and not (done := system.run(pull, timeout=_PULL_SECONDS)).ok:
                 raise Failed(f"containerd can't pull {reference}: {telling_line(done)}; {' '.join(pull)}")
             return reference
@@ -182,10 +191,10 @@ class Containerd:
         if reference in listed:
             return reference
         archive = own.archive(reference, system.architecture())
-        done = system.run((*_CTR, "images", "import", "-"), stdin=archive, timeout=_IMPORT_SECONDS)
+        done = system.run((*self.ctr, "images", "import", "-"), stdin=archive, timeout=_IMPORT_SECONDS)
         done.require("containerd does not take the verification image", "systemctl status containerd", 4)
         for old in (one for one in listed if f"/{REPOSITORY}:" in one):
-            system.run((*_CTR, "images", "remove", old))
+            system.run((*self.ctr, "images", "remove", old))
         return reference
 
     def run(
@@ -199,14 +208,14 @@ class Containerd:
         environment = [word for entry in asked for word in ("--env", entry)]
         # ctr asks for 1024 CPU shares by itself, which a host without the cpu controller can't give.
         argv = (
-            *_CTR, "run", "--rm", "--cpu-shares=0", "--runc-binary", self.runtime,
+            *self.ctr, "run", "--rm", "--cpu-shares=0", "--runc-binary", self.runtime,
             *flags, *_bind_mounts(mounts, "src", "dst", "options=rbind:ro"), *environment, image, container, *command,
         )  # fmt: skip
 
         def remove() -> None:
-            system.run((*_CTR, "tasks", "kill", "--signal", "SIGKILL", container), timeout=CONTAINER_SECONDS)
-            system.run((*_CTR, "tasks", "delete", "--force", container), timeout=CONTAINER_SECONDS)
-            system.run((*_CTR, "containers", "delete", container), timeout=CONTAINER_SECONDS)
+            system.run((*self.ctr, "tasks", "kill", "--signal", "SIGKILL", container), timeout=CONTAINER_SECONDS)
+            system.run((*self.ctr, "tasks", "delete", "--force", container), timeout=CONTAINER_SECONDS)
+            system.run((*self.ctr, "containers", "delete", container), timeout=CONTAINER_SECONDS)
 
         return _run(system, argv, seconds, on_line, remove)
 
@@ -224,7 +233,6 @@ def _run(
             remove()
 
 
-_CTR = ("ctr", "--namespace", REPOSITORY)
 Engine = Union[DockerLike, Containerd]
 
 
@@ -236,10 +244,11 @@ def images_left(system: System) -> dict[str, tuple[str, ...]]:
             removal = (engine.name, "rmi", "--force")
             found.update({f"{one} of {engine.name}": (*removal, one) for one in engine.own_images(system)})
     # Without a containerd that answers, ctr waits for one.
-    if system.which("ctr") is not None and system.exists("/run/containerd/containerd.sock"):
-        listed = system.run((*_CTR, "images", "list", "--quiet"), timeout=_LIST_SECONDS)
+    if system.which("ctr") is not None and system.exists(place := socket_of(system, "containerd")):
+        ctr = Containerd("", place).ctr
+        listed = system.run((*ctr, "images", "list", "--quiet"), timeout=_LIST_SECONDS)
         names = [one for one in listed.stdout.split() if f"/{REPOSITORY}:" in one] if listed.ok else []
-        found.update({f"{one} of containerd": (*_CTR, "images", "remove", "--sync", one) for one in names})
+        found.update({f"{one} of containerd": (*ctr, "images", "remove", "--sync", one) for one in names})
     return found
 
 

@@ -16,7 +16,7 @@ from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, own_engines
-from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command
+from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command, socket_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
 from gpuprov.protocol.words import counted
@@ -89,7 +89,7 @@ def engine_not_restarted(x: HostSnapshot) -> Seen | None:
         if facts.running is not None and facts.has_not_read_its_files and found.get(name) == Registration():
             restart = Remedy(UNITS, (facts.unit or KNOWN[name].unit,))
             sure, ours = (WARNING, ()) if name in kept else (CERTAIN, (restart,))
-            seen = f"CRI Status at {KNOWN[name].socket}: handlers {', '.join(facts.running.handlers)}"
+            seen = f"CRI Status at {socket_of(facts, name)}: handlers {', '.join(facts.running.handlers)}"
             return Seen(seen, name=name, next_step=restart_command(name, facts), confidence=sure, remedies=ours)
     return None
 

@@ -223,6 +223,16 @@ def written(system: Reader) -> Mapping[str, Any]:
     return read_files(system, ConfigureRequest("containerd"), MAIN, DROP_IN).written()
 
 
+def address(system: Reader) -> str:
+    """Return where the host's containerd listens by its files; its default if they name no address or can't be read."""
+    try:
+        found = toml.read(system, MAIN)
+        files = (found, *(toml.read(system, path) for path in _imported(system, found, MAIN)))
+    except GpuprovError:
+        files = ()
+    return str(toml.table_at(toml.merged(*files), "grpc").get("address") or ENGINES["containerd"].socket)
+
+
 def imported(system: Reader, main: str) -> list[str]:
     """Return the files that the main file imports; none if it can't be parsed."""
     try:

@@ -13,7 +13,7 @@ from gpuprov.core import units
 from gpuprov.core.changes import Change, Json, Tell, capture_path, parent_of, restore_paths, text_diff
 from gpuprov.core.system import System
 from gpuprov.engines import known
-from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, KnownEngine, RuntimeEntry
+from gpuprov.engines.known import ENGINES, ConfigureRequest, EngineFacts, FileEdit, Reader, RuntimeEntry
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.spec import HostSpec
@@ -76,15 +76,24 @@ def _gather(system: System, name: str) -> EngineFacts:
     files.update({path: b"" for path in engine.detects if system.exists(path)})
     # Of several units the running one counts, because server and agent differ.
     active = (unit for unit in engine.units if units.is_active(system, unit)) if len(engine.units) > 1 else iter(())
-    return EngineFacts(program, version, files, next(active, engine.unit), _running(system, engine))
+    return EngineFacts(program, version, files, next(active, engine.unit), _running(system, name))
 
 
-def _running(system: System, engine: KnownEngine) -> CriStatus | None:
-    if not engine.socket or not system.exists(engine.socket):
+def socket_of(system: Reader, name: str) -> str:
+    """Return an engine's CRI socket; containerd's own files may name another than the usual one."""
+    if name != "containerd":
+        return ENGINES[name].socket
+    from gpuprov.engines import containerd
+
+    return containerd.address(system)
+
+
+def _running(system: System, name: str) -> CriStatus | None:
+    if not (socket := socket_of(system, name)) or not system.exists(socket):
         return None
     from gpuprov.engines import cri_status
 
-    return cri_status.ask(system, engine.socket)
+    return cri_status.ask(system, socket)
 
 
 @dataclass(frozen=True)

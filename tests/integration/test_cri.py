@@ -155,6 +155,20 @@ def test_verify_fails_where_containerd_has_not_read_its_files_and_install_restar
     assert ask(System(), node.socket) == CriStatus(("nvidia", "runc"), cdi=True)
 
 
+@pytest.mark.only(node="1.7")
+def test_verify_uses_the_address_that_containerd_is_configured_with(node: Node) -> None:
+    """Docker, whose containerd it is too, is left alone meanwhile."""
+    file = "/etc/containerd/config.toml"
+    node.host.ssh(f"cp -a {file} /root/kept && printf '\n[grpc]\naddress = \"/run/my.sock\"\n' >> {file}")
+    inventory = node.site.inventory(node.host.name, gpuprov_engines=["containerd"], gpuprov_docker="none")
+    try:
+        node.host.ssh("systemctl restart containerd && rm -f /run/containerd/containerd.sock")
+        assert handler_check(inventory)["status"] == "ok"
+        gpuprov_succeeds("verify", "--hosts", inventory)
+    finally:
+        node.host.ssh(f"cp -a /root/kept {file} && systemctl restart containerd docker")
+
+
 # 1.6 and 1.7 are configured by the same file.
 @pytest.mark.only(node=("1.7", "2"))
 def test_as_the_default_it_needs_no_handler_and_rollback_takes_it_away(node: Node) -> None:

@@ -473,7 +473,7 @@ def test_images_of_verification_go(tmp_path: Path) -> None:
     answers: dict[tuple[str, ...], str] = {
         ("docker", "images"): "gpuprov-verify:6d09\n",
         ("podman", "images"): "localhost/gpuprov-verify:6d09\n",
-        ("ctr", "--namespace"): "docker.io/library/gpuprov-verify:6d09\nexample.org/cuda:13\n",
+        ("ctr", "--address"): "docker.io/library/gpuprov-verify:6d09\nexample.org/cuda:13\n",
     }
 
     class WithImages(FakeHost):
@@ -488,13 +488,13 @@ def test_images_of_verification_go(tmp_path: Path) -> None:
             return f"/usr/bin/{program}" if program in ("podman", "ctr") else super().which(program)
 
     host = WithImages(tmp_path)
-    host.make_directory("/run/containerd")
-    host.write("/run/containerd/containerd.sock", b"")
+    host.make_directory("/etc/containerd")
+    host.write("/etc/containerd/config.toml", b'version = 2\n[grpc]\naddress = "/run"\n')
     assert done(carry_out(host, "uninstall")).changed == 3
     for command in (
         "docker rmi --force gpuprov-verify:6d09",
         "podman rmi --force localhost/gpuprov-verify:6d09",
-        "ctr --namespace gpuprov-verify images remove --sync docker.io/library/gpuprov-verify:6d09",
+        "ctr --address /run --namespace gpuprov-verify images remove --sync docker.io/library/gpuprov-verify:6d09",
     ):
         assert tuple(command.split()) in host.commands
     assert not [argv for argv in host.commands if argv[-1] == "example.org/cuda:13"]

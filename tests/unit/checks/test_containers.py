@@ -182,6 +182,7 @@ class Recording(Docker):
         (PODMAN, "", "--network=none --entrypoint"),
         (Containerd("/opt/runtime"), ALL, "--runc-binary /opt/runtime --env NVIDIA_VISIBLE_DEVICES=all"),
         (Containerd("/opt/runtime"), "", "--env NVIDIA_VISIBLE_DEVICES=void"),
+        (Containerd("/opt/runtime", "/run/my.sock"), ALL, "ctr --address /run/my.sock --namespace gpuprov-verify run"),
     ],
 )
 def test_each_engine_is_asked_for_gpus_in_its_own_words(engine: Engine, devices: str, words: str) -> None:

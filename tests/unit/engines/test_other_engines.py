@@ -300,10 +300,13 @@ def test_only_a_socket_that_is_there_is_asked(host: Host, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(cri_status, "ask", ask)
     assert [one.running for one in gather(host, BOTH).values()] == [None, None] and asked == []
-    host.make_directory("/run/containerd")
-    host.write("/run/containerd/containerd.sock", b"")
+    put(host.root / "run/containerd/containerd.sock", "")
     assert [one.running for one in gather(host, BOTH).values()] == [CriStatus(("nvidia",)), None]
-    assert asked == [(host, "/run/containerd/containerd.sock")]
+    host.config.write_text(f'imports = ["conf.d/*.toml"]\n{CONTAINERD}[grpc]\naddress = "/run/main.sock"\n')
+    put(host.root / "etc/containerd/conf.d/10.toml", '[grpc]\naddress = "/run/my.sock"\n')
+    host.write("/run/my.sock", b"")
+    assert gather(host, ("containerd",))["containerd"].running is not None
+    assert asked == [(host, "/run/containerd/containerd.sock"), (host, "/run/my.sock")]
 
 
 @pytest.mark.parametrize("toolkit", ["bundled", "nvidia"])
