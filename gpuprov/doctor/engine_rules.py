@@ -15,7 +15,7 @@ from gpuprov.doctor.finding import CERTAIN, LIKELY, UNITS, WARNING, Remedy
 from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.engines.known import ENGINES as KNOWN
-from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, own_engines
+from gpuprov.engines.known import KUBELET, KUBELET_CONFIG, OF_THE_HOST, EngineFacts, RuntimeEntry, own_engines
 from gpuprov.engines.other_engines import Registration, kept_running, registrations, restart_command, socket_of
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.versions import version_numbers
@@ -105,6 +105,23 @@ def _written(x: HostSnapshot) -> Mapping[str, Any]:
         return containerd.written(facts)
     except GpuprovError:
         return {}
+
+
+def podman_runtime_covered(x: HostSnapshot) -> Seen | None:
+    from gpuprov.engines import toml
+
+    facts, name = x.host.engines.get("podman", EngineFacts()), RuntimeEntry().name
+    # podman takes each runtime from the last file that has it.
+    later = (path for path in facts.files if path > KNOWN["podman"].drop_in and path.endswith(".conf"))
+    for path in sorted(later, reverse=True):
+        try:
+            found = toml.table_at(toml.read(facts, path), "engine", "runtimes").get(name)
+        except GpuprovError:  # podman-fails
+            continue
+        if found is not None:
+            ours = found[:1] == [toolkit.runtime_path(x.spec)]
+            return None if ours else Seen(f"{path}: {name} = {json.dumps(found)}", path=path, quoted=shlex.quote(path))
+    return None
 
 
 def containerd_cri_off(x: HostSnapshot) -> str:

@@ -339,8 +339,14 @@ CDI_GROUPS = (
     ),
     Group(
         "an engine that is asked for and not there",
-        ("mkdir -p /etc/containers; printf '[containers]\\npids_limit = 0\\n' > /etc/containers/containers.conf",),
-        frozenset({"engine-missing", "engine-unconfigured"}),
+        (
+            "mkdir -p /etc/containers/containers.conf.d",
+            "printf '[containers]\\npids_limit = 0\\n' > /etc/containers/containers.conf",
+            "printf '[engine.runtimes]\\nnvidia = [\"/usr/bin/crun\"]\\n' > "
+            "/etc/containers/containers.conf.d/99-site.conf",
+        ),
+        frozenset({"engine-missing", "engine-unconfigured", "podman-runtime-covered"}),
+        editor="sed -i /nvidia/d $file",
         options={"gpuprov_engines": ["podman"]},
     ),
     # The last one of its host.

@@ -53,6 +53,13 @@ def containerd(config: bytes) -> dict[str, EngineFacts]:
     return {"containerd": replace(facts, files={**facts.files, **{edit.path: edit.after or b"" for edit in edits}})}
 
 
+def podman_with(name: str) -> Change:
+    """Return a podman whose containers.conf.d has a file of this name, too, with another runtime nvidia."""
+    facts = registered("podman")["podman"]
+    file = {f"/etc/containers/containers.conf.d/{name}": b'[engine.runtimes]\nnvidia = ["/usr/bin/crun"]\n'}
+    return host(engines={"podman": replace(facts, files={**facts.files, **file})})
+
+
 ENGINE_ROWS = (
     # -- docker
     Row("docker-missing", docker(installed=False, active=False, runtimes=None, config_text=None), "command -v dockerd",
@@ -280,6 +287,9 @@ ENGINE_ROWS = (
         "toml: line 1", "podman info  # correct"),
     Row("podman-fails", lambda x: replace(x, containers=Containers(why="`podman ps` exited 125")), "exited 125",
         "podman info", WARNING),
+    Row("podman-runtime-covered", podman_with("99-site.conf"),
+        '/etc/containers/containers.conf.d/99-site.conf: nvidia = ["/usr/bin/crun"]',
+        "${EDITOR:-vi} /etc/containers/containers.conf.d/99-site.conf  # take", LIKELY),
     Row("podman-without-cdi", both(installed(podman="3.0.1+dfsg1-3"), host(engines=registered("podman"))), "3.0.1",
         "apt-get install -y podman", LIKELY),
     Row("refresh-unit-failed", unit("gpuprov-refresh.service", active="failed", result="exit-code"), "exit-code",

@@ -57,7 +57,7 @@ from tests.unit.doctor.ill import (
 )
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS, LIBRARY_ROWS
-from tests.unit.doctor.rows_engines import ENGINE_ROWS
+from tests.unit.doctor.rows_engines import ENGINE_ROWS, podman_with
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
 from tests.unit.fake_host import RELEASE
 
@@ -153,6 +153,8 @@ NO_TROUBLE: tuple[Change, ...] = (
     both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
     lambda x: replace(x, docker_unit="[Service]\n# Environment=PATH=/opt/bin\n"),
     docker_with_flag("kata"),
+    podman_with("10-site.conf"),
+    podman_with("99-site.conf.old"),
     both(
         unit("nvidia-cdi-refresh.service", active="inactive", enabled="enabled"),
         text("/var/run/cdi/nvidia.yaml", 'kind: nvidia.com/gpu\ndevices:\n- name: "0"\n- name: "1"\n'),
