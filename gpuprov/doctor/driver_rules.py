@@ -10,13 +10,14 @@ from functools import partial
 from gpuprov.cdi.files import CACHE
 from gpuprov.checks.smi import exits, per_gpu
 from gpuprov.core.commands import Failure, first_match
+from gpuprov.core.places import KEPT
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.finding import CERTAIN, FILES, INSTALL, LIKELY, LOADER_CACHE, WARNING, Remedy
 from gpuprov.doctor.module_rules import next_kernel
 from gpuprov.doctor.rules import Seen, conditions, quoted, reported, seen_of
-from gpuprov.doctor.snapshot import HostSnapshot, lines_that_match
+from gpuprov.doctor.snapshot import VULKAN_AND_OPENCL, HostSnapshot, lines_that_match
 from gpuprov.driver import fabric_manager, generations
-from gpuprov.driver.run_files import INCOMPLETE_MARK
+from gpuprov.driver.run_files import INCOMPLETE_MARK, INSTALLER_STATE
 from gpuprov.facts.driver import without_preload
 from gpuprov.facts.gpus import UNIT
 from gpuprov.facts.kernels import newest
@@ -62,6 +63,15 @@ conditions({
         and Seen(f"nvidia-smi -q -x: {counted(shown, 'GPU')}; /proc/driver/nvidia/gpus: {known}", shown=shown,
                  gpus=counted(known, "GPU")),
 })  # fmt: skip
+
+
+def vulkan_files_missing(x: HostSnapshot) -> Seen | None:
+    named = VULKAN_AND_OPENCL.findall(x.texts.get(INSTALLER_STATE, ""))
+    missing = [path for path in named if path in x.absent]
+    file = f"{KEPT}/{x.driver.library_version}.run"
+    copies = "; ".join(f"install -D -m 644 $d/{path.rpartition('/')[2]} {path}" for path in missing)
+    seen = (f"ls {path}: No such file or directory" for path in missing)
+    return Seen(*seen, file=file, copies=copies) if missing and x.driver.library_version else None
 
 
 def version_mismatch(x: HostSnapshot) -> Seen | None:

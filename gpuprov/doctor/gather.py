@@ -32,7 +32,7 @@ from gpuprov.core.system import BOOTED, System
 from gpuprov.doctor import snapshot
 from gpuprov.doctor.cdi_rules import NVIDIAS_REFRESH
 from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, Containers, HostSnapshot, Installed, Loaded, Smi, host_paths
-from gpuprov.driver.run_files import INCOMPLETE_MARK
+from gpuprov.driver.run_files import INCOMPLETE_MARK, INSTALLER_STATE
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
 from gpuprov.engines.known import ENGINES as KNOWN
@@ -73,7 +73,7 @@ _UNITS = (
 _TEXT_FOLDERS = ("/etc/modprobe.d", "/etc/ld.so.conf.d", *SPECIFICATION_FOLDERS)
 _TEXT_FILES = (
     SETTINGS_PATH, NVIDIA_SETTINGS_PATH, "/etc/ld.so.conf", "/root/.docker/config.json", "/etc/default/docker",
-    "/etc/environment", "/proc/driver/nvidia/params", "/proc/self/mountinfo", KUBELET_CONFIG,
+    "/etc/environment", INSTALLER_STATE, "/proc/driver/nvidia/params", "/proc/self/mountinfo", KUBELET_CONFIG,
     *(path for one in KNOWN.values() for path in (one.main, one.drop_in) if path),
 )  # fmt: skip
 # Paths whose existence some rule checks.
@@ -231,6 +231,7 @@ def _named_paths(host: HostFacts, texts: Mapping[str, str]) -> tuple[str, ...]:
     of_file = (str(entry.get("path") or "") for entry in entries if isinstance(entry, dict))
     settings = texts.get(NVIDIA_SETTINGS_PATH, "")
     of_settings = re.findall(r'^\s*(?:root|ldconfig)\s*=\s*"@?(/[^"]+)"', settings, re.MULTILINE)
+    of_settings += snapshot.VULKAN_AND_OPENCL.findall(texts.get(INSTALLER_STATE, ""))
     return (*of_specifications, *of_settings, *filter(None, (*of_file, *(host.docker.runtimes or {}).values())))
 
 

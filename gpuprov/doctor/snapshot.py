@@ -21,6 +21,8 @@ OPERATORS_RUNTIME = "/usr/local/nvidia/toolkit/nvidia-container-runtime"
 SPECIFICATION_FOLDERS = ("/etc/cdi", "/var/run/cdi")
 # Where DKMS and Ubuntu keep the machine owner's key.
 KEYS = ("/var/lib/shim-signed/mok/MOK.der", "/var/lib/dkms/mok.pub")
+# What a .run puts into /etc, in the installer's record of its files: 0 is a file, 1 a link.
+VULKAN_AND_OPENCL = re.compile(r"(?m)^0: (/etc/(?:OpenCL|vulkan\w*)/[\w./-]+)$")
 # Lines of the kernel's log that may explain why a GPU does not work.
 _TELLING = re.compile(
     r"NVRM|nvidia|nouveau|NovaCore|nova[_-]core|Key was rejected|unavailable key|unsigned module|trusted key|Lockdown|"

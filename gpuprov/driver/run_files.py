@@ -36,7 +36,7 @@ RECORD = f"{STATE_DIRECTORY}/driver.json"
 INCOMPLETE_MARK = f"{STATE_DIRECTORY}/driver-incomplete"
 UNPACK = f"{CACHE_DIRECTORY}/unpack"
 # The installer's own record of the installed files.
-_INSTALLER_STATE = "/var/lib/nvidia/log"
+INSTALLER_STATE = "/var/lib/nvidia/log"
 _UNINSTALL_SECONDS = 600
 
 
@@ -342,7 +342,7 @@ def uninstall(system: System, before: Json) -> Completed | None:
     program, path = system.which("nvidia-uninstall"), before.get("path", "")
     if program is not None:
         command: tuple[str, ...] = (program, "--silent")
-    elif system.exists(_INSTALLER_STATE) and path and system.exists(path):
+    elif system.exists(INSTALLER_STATE) and path and system.exists(path):
         system.make_directory(UNPACK, 0o700)
         command = ("sh", path, "--tmpdir", UNPACK, "--silent", "--uninstall")
     else:

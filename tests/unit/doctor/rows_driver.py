@@ -11,6 +11,7 @@ from gpuprov.boot.prepare import content_of
 from gpuprov.checks.cuda.compatibility import Incompatibility
 from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import Containers, Loaded, ModuleFile, Smi
+from gpuprov.driver.run_files import INSTALLER_STATE
 from gpuprov.facts.boot import PERSISTENCE, UNITS
 from gpuprov.facts.kernels import InstalledKernel
 from tests.integration.doctor_typing import NO_REFRESH, OTHER, OTHER_CUDA, Group
@@ -55,6 +56,7 @@ def _next_boot(kernel: InstalledKernel) -> Change:
     return lambda x: replace(with_kernel(mismatched(x), container=""), kernels=(kernel,))
 
 
+_ICD = "/etc/vulkansc/icd.d/nvidia_icd_vksc.json"
 _IN_PROGRESS = reports("<fabric>\n<state>In Progress</state>\n<status>N/A</status>\n</fabric>")
 DRIVER_ROWS = (
     # -- driver libraries
@@ -76,6 +78,11 @@ DRIVER_ROWS = (
              )),
         "libcuda.so.550.163.01 is there",
         "apt-get install -y --reinstall cuda-drivers libnvidia-compute-550 nvidia-firmware-550"),
+    # The installer's record, before and after the lines of other files.
+    Row("vulkan-files-missing",
+        text(INSTALLER_STATE, f"NVIDIA Unix driver (550.163.01)\n0: {_ICD}\n12 0644\n1: /etc/vulkan/link\n", _ICD),
+        f"ls {_ICD}: No such file or directory", "d=$(mktemp -d)/run; sh /var/cache/gpuprov/driver/550.163.01.run "
+        f"--extract-only --target $d; install -D -m 644 $d/nvidia_icd_vksc.json {_ICD}; ", WARNING),
     Row("version-mismatch", mismatched, "/var/log/dpkg.log:812:",
         "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01"),
     Row("version-mismatch", lambda x: with_kernel(mismatched(x), container=""),
@@ -316,8 +323,9 @@ def _wrapper(path: str, banner: str) -> str:
 DRIVER_GROUPS = (
     Group("programs get other files than the driver's",
           (f"cp /root/{OTHER} /root/{OTHER_CUDA} /usr/local/lib/; ldconfig",
+           "rm -r /etc/vulkan /etc/OpenCL",
            _wrapper("/usr/local/bin/nvidia-smi", "welcome")),
-          frozenset({"library-hidden", "nvidia-smi-hidden"})),
+          frozenset({"library-hidden", "nvidia-smi-hidden", "vulkan-files-missing"})),
     Group("a preload that can't be loaded, a wrapper in the driver's place",
           ("mkdir -p /root/kept-smi; cp /usr/bin/nvidia-smi /root/kept-smi/; rm /usr/bin/nvidia-smi",
            "printf '#!/bin/sh\\necho welcome\\nexec /root/kept-smi/nvidia-smi \"$@\"\\n' > /usr/bin/nvidia-smi",
