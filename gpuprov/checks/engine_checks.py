@@ -17,6 +17,7 @@ from gpuprov.core.system import System
 from gpuprov.engines import docker, other_engines
 from gpuprov.engines.docker import DockerFacts
 from gpuprov.engines.docker_config import knows_cdi
+from gpuprov.engines.docker_unit import gather_unit
 from gpuprov.engines.known import ENGINES, EngineFacts, RuntimeEntry, kubernetes_programs
 from gpuprov.engines.other_engines import Registration
 from gpuprov.protocol.dataclass import dataclass, field, replace
@@ -108,7 +109,7 @@ def _docker_cdi(facts: DockerFacts, test: EngineTest) -> Values:
         raise Skipped(off)
     if off:
         waits = cdi.waits and not cdi.is_to_be_set
-        raise Failed(f"{off}; {'systemctl restart docker' if waits else 'run gpuprov install'}")
+        raise Failed(f"{off}; {f'systemctl restart {facts.unit.name}' if waits else 'run gpuprov install'}")
     return same_gpus(replace(test, engine=DOCKER_CDI))
 
 
@@ -281,7 +282,7 @@ def same_gpus(test: EngineTest) -> Values:
 def _smi(test: EngineTest, devices: str) -> SmiReport:
     done = test.engine.run(test.system, test.image, ("nvidia-smi", "-q", "-x"), devices)
     if _NO_HOOK in done.stderr and test.engine == DOCKER_GPUS:
-        raise Failed("docker learns of the hook for --gpus when it starts: systemctl restart docker")
+        raise Failed(f"docker finds the --gpus hook at its start: systemctl restart {gather_unit(test.system).name}")
     if not done.ok:
         raise Failed(ended(test, done))
     return parse_smi(done.stdout)

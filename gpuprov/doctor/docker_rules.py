@@ -25,7 +25,8 @@ _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/
 _OWN_MOUNTS = r"(?m)^# (/.*)|^((?:MountFlags|Private(?:Tmp|Devices|Mounts)|Protect\w+|\w+Paths)=)(.+)"
 _AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
 conditions({
-    "docker-masked": lambda x: x.host.docker.unit.load == "masked" and seen_of(engine.MASKED),
+    "docker-masked": lambda x: (unit := x.host.docker.unit).load == "masked" and not (unit.is_foreign and in_daemon(x))
+        and seen_of(engine.restart_problem(unit) or engine.MASKED),
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
         and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
     # A containerd that is an engine of its own has the rule engine-down.
@@ -145,7 +146,7 @@ def docker_flags_twice(x: HostSnapshot) -> Seen | None:
 def docker_disabled(x: HostSnapshot) -> Seen | None:
     unit, docker = x.units.get(_UNIT), x.host.docker
     is_off = unit is not None and unit.load == "loaded" and unit.enabled == "disabled" and unit.active != "failed"
-    if not docker.installed or not is_off or unit is None:
+    if not docker.installed or not is_off or unit is None or docker.unit.name != "docker":
         return None
     seen, step, what = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}", f"systemctl enable {_UNIT}", ""
     if docker.unit.on_demand:

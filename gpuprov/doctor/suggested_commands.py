@@ -89,11 +89,12 @@ def edit_docker(x: HostSnapshot) -> str:
 
 def restart_docker(x: HostSnapshot) -> str:
     """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
-    if refused := restart_problem(x.host.docker.unit):
+    refused, name = restart_problem(x.host.docker.unit), x.host.docker.unit.name
+    if refused and name == "docker":
         return refused.next_step
     unit = x.units.get("docker.service")
-    if unit is None or unit.load != "not-found":
-        return "systemctl restart docker"
+    if unit is None or unit.load != "not-found" or name != "docker":
+        return f"systemctl restart {name}"
     return "ps -o args= -p $(cat /run/docker.pid)  # restart docker as it was started: systemd has no docker.service"
 
 

@@ -18,6 +18,7 @@ from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.versions import version_numbers
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 
 _SNAP = "/snap/bin/docker"
 
@@ -43,19 +44,22 @@ SOCKET_MASKED = Problem(
     f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
 )
 _NO_CLIENT = "docker's client is not installed"
+_OTHER_UNIT = "gpuprov runtime configure --runtime-path {} --cdi.enabled; systemctl restart {}; gpuprov install"
 _END_FOREIGN = (
-    "pid=$(cat /run/docker.pid); kill $pid; tail --pid=$pid -f /dev/null; systemctl reset-failed docker; "
-    "systemctl start docker"
+    "pid=$(cat /run/docker.pid); kill $pid; tail --pid=$pid -f /dev/null; systemctl unmask docker; "
+    "systemctl reset-failed docker; systemctl start docker"
 )
 
 
-def restart_problem(unit: DockerUnit) -> Problem | None:
-    """Return why systemd could not restart docker, or None."""
+def restart_problem(unit: DockerUnit, path: str = LAUNCHER_PATH) -> Problem | None:
+    """Return why systemd could not restart docker, or None; `path`: the runtime's program."""
+    seen = f"systemctl show {UNIT}: {unit.active}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}"
+    if unit.is_foreign and unit.name != "docker":
+        return Problem(f"{unit.name} runs docker, not {UNIT}", seen, _OTHER_UNIT.format(path, unit.name))
+    if unit.is_foreign:
+        return Problem("the running docker was not started by systemd, which can't restart it", seen, _END_FOREIGN)
     if unit.socket_masked:
         return SOCKET_MASKED
-    if unit.is_foreign:
-        seen = f"systemctl show {UNIT}: {unit.active}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}"
-        return Problem("the running docker was not started by systemd, which can't restart it", seen, _END_FOREIGN)
     return RESTART_REFUSED if unit.refuses_restart else None
 
 
@@ -196,7 +200,7 @@ def problems(facts: DockerFacts, entry: RuntimeEntry) -> tuple[Problem, ...]:
     restarts = any(isinstance(one, ReconfigureDocker) and not one.is_loaded
                    and (one.restart or not one.runs or facts.unit.is_foreign)
                    for one in plan(facts, entry))  # fmt: skip
-    refused = restart_problem(facts.unit)
+    refused = restart_problem(facts.unit, entry.path)
     if refused and facts.unit.is_foreign and facts.restart_stops:
         refused = _stops(refused)
     return (refused,) if refused and not found and restarts else found
@@ -240,7 +244,7 @@ def _unit_problems(facts: DockerFacts) -> tuple[Problem, ...]:
     if facts.unit.silent:
         what = "systemd does not tell how docker is started"
         return (Problem(what, facts.unit.silent, "run the same command again"),)
-    if facts.unit.load == "masked":
+    if facts.unit.load == "masked" and not facts.unit.is_foreign:
         return (MASKED,)
     if facts.is_unreachable:
         return (unreachable(facts),)

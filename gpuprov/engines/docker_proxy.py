@@ -64,7 +64,7 @@ def plan(
         return ()
     wanted = {DROP_IN: (_DROP_IN_TEXT, 0o644), ENVIRONMENT: (environment_text(proxy), 0o600)} if proxy.url else {}
     there = {path: (files[path].content, files[path].mode) for path in (DROP_IN, ENVIRONMENT) if path in files}
-    restart = docker.active and in_use is not True and not docker.restart_stops
+    restart = docker.active and in_use is not True and not (docker.restart_stops or docker.unit.is_foreign)
     if there == wanted and not (restart and in_use is False):
         return ()
     return (SetDockerProxy(proxy, restart=restart and not restarts),)
@@ -78,7 +78,7 @@ def warning(docker: DockerFacts, proxy: Proxy, *, in_use: bool | None) -> str:
         return f"{docker.config_path} names proxies of its own: docker uses these, not gpuprov_proxy"
     if docker.active and in_use is False and docker.restart_stops:
         names = ", ".join(docker.running_containers)
-        return f"docker uses the proxy after its next restart, which stops {names}: systemctl restart docker"
+        return f"docker uses the proxy after a restart, which stops {names}: systemctl restart {docker.unit.name}"
     return ""
 
 

@@ -42,7 +42,7 @@ class DockerUnit:
     `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
     older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
     used. `refuses_restart`: RefuseManualStop; systemd also refuses a restart then. `socket_masked`: docker.socket is
-    masked, and docker.service requires it. `silent`: the evidence that systemd gave no answer.
+    masked, and docker.service requires it. `name`: dockerd's unit. `silent`: the evidence that systemd gave no answer.
     """
 
     load: str = ""
@@ -55,15 +55,16 @@ class DockerUnit:
     on_demand: bool = False
     refuses_restart: bool = False
     socket_masked: bool = False
+    name: str = "docker"
     silent: str = ""
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The effective arguments: the unit's if they can be read, else those of the running dockerd."""
         is_readable = any(word.rpartition("/")[2] == "dockerd" for word in self.command)
-        # A dollar sign that systemd leaves is for a shell in the unit.
-        is_shells = bool(self.running) and "$" in "".join(self.command)
-        return _arguments(self.command if is_readable and not is_shells else self.running)
+        # A dollar sign that systemd leaves is for a shell in the unit; another unit has a command of its own.
+        is_others = bool(self.running) and ("$" in "".join(self.command) or self.name != "docker")
+        return _arguments(self.command if is_readable and not is_others else self.running)
 
     @property
     def config_path(self) -> str:
@@ -79,12 +80,12 @@ class DockerUnit:
     @property
     def is_foreign(self) -> bool:
         """Whether systemd did not start the running dockerd: it can neither reload nor restart it."""
-        return self.load == "loaded" and self.active in ("inactive", "failed") and bool(self.running)
+        return self.load in ("loaded", "masked") and self.active in ("inactive", "failed") and bool(self.running)
 
     @property
     def is_disabled(self) -> bool:
         """Whether docker does not start at boot: its containers' restart policies need more than docker.socket."""
-        return self.load == "loaded" and self.enabled == "disabled"
+        return self.load == "loaded" and self.enabled == "disabled" and self.name == "docker"
 
     @property
     def flag_runtimes(self) -> Mapping[str, str]:
@@ -115,6 +116,7 @@ def gather_unit(system: Reader) -> DockerUnit:
         on_demand=_one(socket, "UnitFileState") == "enabled",
         refuses_restart=_one(unit, "RefuseManualStop") == "yes",
         socket_masked=_one(socket, "LoadState") == "masked" and SOCKET in _one(unit, "Requires").split(),
+        name=_runner(system),
         silent=silent,
     )
 
@@ -311,6 +313,14 @@ def _running(system: Reader, pid: str) -> tuple[str, ...]:
         return ()
     words = _read(system, f"/proc/{pid}/cmdline").rstrip("\0").split("\0")
     return tuple(words) if words[0].rpartition("/")[2] == "dockerd" else ()
+
+
+def _runner(system: Reader) -> str:
+    """Return the unit, other than docker.service, whose main process is the running dockerd; else docker."""
+    pid = _read(system, "/run/docker.pid").strip()
+    found = pid.isdecimal() and re.search(r"(?m)([^/\n]+\.service)$", _read(system, f"/proc/{pid}/cgroup"))
+    shown = system.run(("systemctl", "show", found[1], "-p", "MainPID")).stdout if found and found[1] != UNIT else ""
+    return found[1] if found and shown.strip() == f"MainPID={pid}" else "docker"
 
 
 def _read(system: Reader, path: str) -> str:

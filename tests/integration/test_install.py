@@ -41,6 +41,30 @@ def installed(site: Site) -> Host:
     return host
 
 
+def test_a_docker_of_another_unit_is_named_and_its_advice_helps(site: Site) -> None:
+    """docker.service is masked: to start it would start a second dockerd."""
+    host, inventory = site.fresh("main"), site.inventory("main")
+    host.ssh(
+        "systemctl disable --now docker.service docker.socket && sed 's/^Requires=.*//; s/-H fd:/-H unix:/' "
+        "/lib/systemd/system/docker.service > /etc/systemd/system/my-docker.service && "
+        "systemctl mask docker.service && systemctl enable --now my-docker.service"
+    )
+    refused = gpuprov("install", "--hosts", inventory)
+    (step,) = re.findall(
+        "next: gpuprov (runtime configure.* restart my-docker.service); gpuprov install", refused.stdout
+    )
+    host.ssh(f"{GPUPROV} {step}")
+    gpuprov_succeeds("install", "--hosts", inventory)
+    failed = gpuprov("verify", "--hosts", inventory).stdout
+    assert "docker finds the --gpus hook at its start: systemctl restart my-docker.service" in failed
+    host.ssh("systemctl restart my-docker.service")
+    gpuprov_succeeds("verify", "--hosts", inventory)
+    assert "0 changes" in gpuprov_succeeds("install", "--hosts", inventory).stdout
+    told = gpuprov("doctor", "--hosts", inventory).stdout
+    assert "start docker" not in told and "enable docker" not in told
+    assert host.ssh("systemctl is-enabled docker.service", check=False).stdout == "masked\n"
+
+
 @pytest.mark.sample
 def test_verify_is_green_and_json_tells_the_same(site: Site, installed: Host) -> None:
     assert "1 host ready" in gpuprov_succeeds("verify", "--hosts", site.inventory("main")).stdout

@@ -188,6 +188,49 @@ def test_nothing_is_changed_if_systemd_does_not_tell_how_docker_starts(tmp_path:
         assert restart_stops_containers(host) is False
 
 
+class OtherUnit(UnitHost):
+    """A host on which my-docker.service, or a script that ssh.service has started, runs dockerd."""
+
+    def __init__(self, root: Path, load: str, main: str) -> None:
+        super().__init__(root)
+        self.main = main
+        self.shown = self.shown.replace(
+            "LoadState=loaded\nActiveState=active", f"LoadState={load}\nActiveState=inactive"
+        )
+        self.put("/run/docker.pid", "77")
+        self.put("/proc/77/cmdline", "/usr/bin/dockerd\0--config-file=/my.json\0")
+        self.put("/proc/77/cgroup", "0::/system.slice/my-docker.service\n")
+
+    def answer(self, argv: tuple[str, ...]) -> Answer:
+        return f"MainPID={self.main}\n" if "my-docker.service" in argv else super().answer(argv)
+
+
+@pytest.mark.parametrize("load", ["loaded", "masked"])
+def test_no_second_docker_starts_beside_that_of_another_unit(tmp_path: Path, load: str) -> None:
+    host = OtherUnit(tmp_path, load, "77")
+    unit = gather_unit(host)
+    facts = running("{}", unit=unit, running_containers=("web",))
+    assert unit.config_path == "/my.json" and not unit.is_outdated
+    (problem,) = problems(facts, NVIDIA)
+    assert problem.what.startswith("my-docker.service runs docker")
+    assert problem.next_step.endswith("my-docker.service; gpuprov install  # this stops the containers")
+    # As after that advice: it is not enabled, either.
+    unit = replace(unit, enabled="disabled")
+    after = running(ONLY_OURS, unit=unit)
+    assert problems(after, NVIDIA) == () and plan(after, replace(NVIDIA, cdi=False)) == ()
+    found = configuration(host, ConfigureRequest("docker", NVIDIA))
+    assert found.reload_command.startswith("systemctl restart my-docker.service ")
+
+
+@pytest.mark.parametrize("load", ["loaded", "masked"])
+def test_a_dockerd_without_a_unit_is_ended_before_docker_starts(tmp_path: Path, load: str) -> None:
+    (problem,) = problems(running("{}", unit=gather_unit(OtherUnit(tmp_path, load, "5"))), NVIDIA)
+    assert problem.next_step.startswith("pid=$(cat /run/docker.pid); kill $pid; ")
+    assert problem.next_step.endswith(
+        "; systemctl unmask docker; systemctl reset-failed docker; systemctl start docker"
+    )
+
+
 LIMIT = """Starting Docker Application Container Engine...
 docker.service: Start request repeated too quickly.
 docker.service: Failed with result 'start-limit-hit'.
