@@ -164,7 +164,8 @@ def docker_down(x: HostSnapshot) -> Seen | None:
     state = f"systemctl show {_UNIT}: {unit.active}, {unit.result}" if unit else docker.error
     reason = re.sub(r'.*?msg="([^"]+)".*', r": \1", f": {said[-1]}")[:202] if said else ""
     # Without systemd it is unknown whether docker runs.
-    return Seen(state, *(f"journalctl -u docker: {line}" for line in said[-2:]),
+    refused = [one.evidence for one in (engine.restart_problem(docker.unit),) if one is not None]
+    return Seen(state, *(f"journalctl -u docker: {line}" for line in said[-2:]), *refused,
                 why=f"{'run' if unit else 'answer'}{reason}", confidence="" if unit else LIKELY)  # fmt: skip
 
 

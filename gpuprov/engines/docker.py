@@ -38,11 +38,13 @@ RESTART_REFUSED = Problem(
     f"systemctl show {UNIT}: RefuseManualStop=yes",
     "systemctl edit docker; systemctl restart docker  # RefuseManualStop=no in [Unit]",
 )
-SOCKET_MASKED = Problem(
-    f"docker must be restarted, and {SOCKET}, which it requires, is masked",
-    f"systemctl show {SOCKET}: LoadState=masked",
-    f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
-)
+# As docker's packages have it; a unit in /etc works on each distribution.
+_SOCKET = r"'[Socket]\nListenStream=/run/docker.sock\nSocketMode=0660\nSocketGroup=docker\n'"
+# By the LoadState of docker.socket.
+_SOCKET_STEPS = {
+    "masked": f"systemctl unmask {SOCKET}; systemctl restart {SOCKET} docker",
+    "not-found": f"printf {_SOCKET} > /etc/systemd/system/{SOCKET}; systemctl daemon-reload; systemctl restart docker",
+}
 _NO_CLIENT = "docker's client is not installed"
 _OTHER_UNIT = "gpuprov runtime configure --runtime-path {} --cdi.enabled; systemctl restart {}; gpuprov install"
 _END_FOREIGN = (
@@ -58,8 +60,10 @@ def restart_problem(unit: DockerUnit, path: str = LAUNCHER_PATH) -> Problem | No
         return Problem(f"{unit.name} runs docker, not {UNIT}", seen, _OTHER_UNIT.format(path, unit.name))
     if unit.is_foreign:
         return Problem("the running docker was not started by systemd, which can't restart it", seen, _END_FOREIGN)
-    if unit.socket_masked:
-        return SOCKET_MASKED
+    if step := _SOCKET_STEPS.get(unit.socket_load):
+        state = unit.socket_load.replace("not-found", "missing")
+        what = f"docker must be restarted, and {SOCKET}, which it requires, is {state}"
+        return Problem(what, f"systemctl show {SOCKET}: LoadState={unit.socket_load}", step)
     return RESTART_REFUSED if unit.refuses_restart else None
 
 

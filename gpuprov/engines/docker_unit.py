@@ -41,8 +41,8 @@ class DockerUnit:
 
     `command`: what starts dockerd, variables expanded. `running`: the command line of the running dockerd, which may be
     older. `socket`: where docker.socket listens; `on_demand`: whether that is enabled, so that docker starts when it is
-    used. `refuses_restart`: RefuseManualStop; systemd also refuses a restart then. `socket_masked`: docker.socket is
-    masked, and docker.service requires it. `name`: dockerd's unit. `silent`: the evidence that systemd gave no answer.
+    used. `refuses_restart`: RefuseManualStop; systemd also refuses a restart then. `socket_load`: LoadState of the
+    socket that docker.service requires. `name`: dockerd's unit. `silent`: the evidence that systemd gave no answer.
     """
 
     load: str = ""
@@ -54,7 +54,7 @@ class DockerUnit:
     socket: str = ""
     on_demand: bool = False
     refuses_restart: bool = False
-    socket_masked: bool = False
+    socket_load: str = ""
     name: str = "docker"
     silent: str = ""
 
@@ -115,7 +115,7 @@ def gather_unit(system: Reader) -> DockerUnit:
         socket=_one(socket, "Listen").partition(" ")[0],
         on_demand=_one(socket, "UnitFileState") == "enabled",
         refuses_restart=_one(unit, "RefuseManualStop") == "yes",
-        socket_masked=_one(socket, "LoadState") == "masked" and SOCKET in _one(unit, "Requires").split(),
+        socket_load=_one(socket, "LoadState") if SOCKET in _one(unit, "Requires").split() else "",
         name=_runner(system),
         silent=silent,
     )

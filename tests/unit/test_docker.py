@@ -454,7 +454,12 @@ def test_docker_that_systemd_did_not_start_is_a_problem(running: tuple[str, ...]
     ("refusing", "evidence", "next_step"),
     [
         (DockerUnit(refuses_restart=True), "RefuseManualStop=yes", "RefuseManualStop=no"),
-        (DockerUnit(socket_masked=True), "docker.socket: LoadState=masked", "systemctl unmask docker.socket; "),
+        (DockerUnit(socket_load="masked"), "docker.socket: LoadState=masked", "systemctl unmask docker.socket; "),
+        (
+            DockerUnit(socket_load="not-found"),
+            "docker.socket: LoadState=not-found",
+            "> /etc/systemd/system/docker.socket;",
+        ),
     ],
 )
 def test_a_unit_that_refuses_a_restart_is_a_problem(refusing: DockerUnit, evidence: str, next_step: str) -> None:

@@ -261,9 +261,9 @@ def test_the_decisive_line_of_dockers_journal_is_the_evidence(log: str, said: st
     assert decisive_lines(log) == said
 
 
-def test_a_masked_socket_that_docker_requires_is_seen(tmp_path: Path) -> None:
-    assert gather_unit(UnitHost(tmp_path, socket_load="masked")).socket_masked
-    assert not gather_unit(UnitHost(tmp_path)).socket_masked
+def test_the_state_of_the_socket_that_docker_requires_is_seen(tmp_path: Path) -> None:
+    assert gather_unit(UnitHost(tmp_path, socket_load="masked")).socket_load == "masked"
+    assert gather_unit(UnitHost(tmp_path)).socket_load == "loaded"
 
 
 # -- gpuprov runtime configure -----------------------------------------------------------------------------------------
