@@ -11,12 +11,11 @@ from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.engines.docker_unit import decisive_lines, flag_values, listens_at
+from gpuprov.engines.docker_unit import PID_FILE, decisive_lines, flag_values, listens_at
 from gpuprov.protocol.errors import Problem
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, is_ours
 
 _RUNTIME = "nvidia"
-_PID_FILE = "/run/docker.pid"
 _UNIT = "docker.service"
 _CONTAINERD = "containerd.service"
 _FLAGS_TWICE = "specified both as a flag and in the configuration file"
@@ -255,7 +254,7 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
 
 def hook_unseen(x: HostSnapshot) -> Seen | None:
     found = find_in_log(x.docker_log, r"could not select device driver")
-    hook, begun = x.modified.get(NVIDIA_HOOK_PATH, 0.0), x.modified.get(_PID_FILE, 0.0)
+    hook, begun = x.modified.get(NVIDIA_HOOK_PATH, 0.0), x.modified.get(PID_FILE, 0.0)
     if NVIDIA_HOOK_PATH not in x.there or not x.host.docker.active:
         return None
     if found is not None:
@@ -264,7 +263,7 @@ def hook_unseen(x: HostSnapshot) -> Seen | None:
     if not begun or hook <= begun or (x.installed is not None and NVIDIA_HOOK_PATH in x.installed.replaced):
         return None
     what = "the hook of `docker run --gpus` is newer than the running docker, which looks for it when it starts"
-    return Seen(f"stat {NVIDIA_HOOK_PATH} {_PID_FILE}", meaning=what, confidence=WARNING, remedies=())
+    return Seen(f"stat {NVIDIA_HOOK_PATH} {PID_FILE}", meaning=what, confidence=WARNING, remedies=())
 
 
 def log_driver_unreachable(x: HostSnapshot) -> Seen | None:

@@ -35,6 +35,7 @@ from gpuprov.doctor.snapshot import SPECIFICATION_FOLDERS, Containers, HostSnaps
 from gpuprov.driver.run_files import INCOMPLETE_MARK, INSTALLER_STATE
 from gpuprov.engines import other_engines
 from gpuprov.engines.docker_config import parse_config
+from gpuprov.engines.docker_unit import PID_FILE
 from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET_CONFIG
 from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, PROGRAM, REFRESH, UNITS, WATCH
@@ -64,7 +65,7 @@ _FABRIC_LOG = ("journalctl", "--boot", f"--unit={UNIT}", "--lines=50", "--no-pag
 _SHOW = ("systemctl", "show", "-p", ",".join(snapshot.UNIT_PROPERTIES))
 _LARGEST_TEXT = 1 << 20
 _BOOTS = (PROGRAM, f"{UNITS}/gpuprov-")
-_TIMED = (NVIDIA_HOOK_PATH, "/run/docker.pid", CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
+_TIMED = (NVIDIA_HOOK_PATH, PID_FILE, CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
     "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
     WATCH_TIMER, WATCH, MPS, GPUDIRECT, CONFIDENTIAL,

@@ -19,6 +19,7 @@ from gpuprov.protocol.errors import Problem
 DAEMON_JSON = "/etc/docker/daemon.json"
 UNIT = "docker.service"
 SOCKET = "docker.socket"
+PID_FILE = "/run/docker.pid"
 _DEFAULT_ADDRESS = "unix:///var/run/docker.sock"
 _PROPERTIES = (
     "Id,LoadState,ActiveState,Result,UnitFileState,MainPID,ExecStart,Environment,EnvironmentFiles,Listen,FragmentPath,"
@@ -308,7 +309,7 @@ def _environment(system: Reader, unit: Mapping[str, Sequence[str]]) -> Mapping[s
 
 def _running(system: Reader, pid: str) -> tuple[str, ...]:
     """Return the command line of the running dockerd, empty if none runs."""
-    pid = pid if pid.strip("0") else _read(system, "/run/docker.pid").strip()
+    pid = pid if pid.strip("0") else _read(system, PID_FILE).strip()
     if not pid.isdecimal():
         return ()
     words = _read(system, f"/proc/{pid}/cmdline").rstrip("\0").split("\0")

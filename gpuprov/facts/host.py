@@ -82,6 +82,7 @@ class HostFacts:
     requested. `offers`: what the repositories have of the packages that a plan depends on, if they were queried.
     `upgrade`: whether the user asks for the newest driver of the branch that packages hold.
     `python`: the version that gathered the facts; `interpreter`: the Python of the deployed programs.
+    `docker_began_first`: whether dockerd runs since before a run brought the hook of `--gpus`.
     `docker_proxy_in_use`: whether the running dockerd has the requested proxy, None if none runs. `served`: the
     GPUs in an available driver file, by device id. `kubernetes`: what makes it a Kubernetes node. `driver_damage`:
     missing or broken driver files. `has_module`: the running kernel has a module of the driver that it takes.
@@ -127,6 +128,7 @@ class HostFacts:
     offers: Offers | None = None
     upgrade: bool = False
     docker_proxy_in_use: bool | None = None
+    docker_began_first: bool = False
     served: Chips = field(default_factory=dict)
     driver_damage: str = ""
     has_module: bool = True

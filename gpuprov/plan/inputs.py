@@ -11,6 +11,8 @@ from dataclasses import replace
 from gpuprov.bundle.manifest import Manifest
 from gpuprov.bundle.open import OpenBundle
 from gpuprov.cdi.discover import discover
+from gpuprov.core.changes import images_in
+from gpuprov.core.journal import read_runs, written_files
 from gpuprov.core.places import FOLDER
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import ImageSystem, System
@@ -18,7 +20,7 @@ from gpuprov.driver import cuda_repository, cuda_toolkit, distribution, generati
 from gpuprov.driver.generations import gather_served
 from gpuprov.driver_run import RunFile
 from gpuprov.engines import docker_proxy, other_engines
-from gpuprov.engines.docker_unit import UNIT
+from gpuprov.engines.docker_unit import PID_FILE, UNIT
 from gpuprov.facts.gpus import FabricFacts, gather_fabric, gather_mig
 from gpuprov.facts.host import HostFacts, driver_package, gather, manager_on
 from gpuprov.facts.kernels import ImageFacts, gather_identity, gather_kernels, gather_signing_keys, kernel_to_come
@@ -31,6 +33,7 @@ from gpuprov.plan import with_bundle
 from gpuprov.plan.context import PlanContext
 from gpuprov.protocol.events import Note, Sink
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 
 
 def resolve(system: System, spec: HostSpec, manifest: Manifest | None) -> HostSpec:
@@ -91,7 +94,8 @@ def gather_for(
         leftovers = with_docker(system, facts.leftovers, facts.docker, facts.packages, always=asks)
         facts = replace(facts, leftovers=leftovers)
     context = PlanContext(facts, spec)
-    facts = replace(facts, docker_proxy_in_use=docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy)))
+    in_use = docker_proxy.is_in_use(system, Proxy(spec.proxy, spec.no_proxy))
+    facts = replace(facts, docker_proxy_in_use=in_use, docker_began_first=_began_before_the_hook(system))
     facts = _with_obstacles(system, facts, context, steps)
     if spec.divides_gpus and facts.image is None:
         facts = replace(facts, mig=gather_mig(system))
@@ -103,6 +107,19 @@ def gather_for(
         facts = _asked(system, facts, context, steps or ("repositories", "packages"), sink)
     in_the_way = running_driver.is_in_the_way(PlanContext(facts, spec).driver)
     return replace(facts, running=running_driver.gather_running(system, facts)) if in_the_way else facts
+
+
+def _began_before_the_hook(system: System) -> bool:
+    """Say whether docker runs since before a run brought the hook of `--gpus`, which it looks for when it starts."""
+    begun, hook = system.status(PID_FILE), system.status(NVIDIA_HOOK_PATH)
+    if begun is None or hook is None or hook.modified <= begun.modified:
+        return False
+    runs = read_runs(system)
+    entries = (entry for run in runs for entry in run.entries if entry.state == "done")
+    kinds = [one["kind"] for entry in entries for one in images_in(entry.before) if one["path"] == NVIDIA_HOOK_PATH]
+    # Another hook in its place needs no restart: docker has found the first one.
+    digest = written_files(runs).get(NVIDIA_HOOK_PATH, ("",))[0]
+    return kinds == ["missing"] and digest == system.sha256(NVIDIA_HOOK_PATH)
 
 
 def _with_obstacles(system: System, facts: HostFacts, context: PlanContext, steps: Sequence[str]) -> HostFacts:

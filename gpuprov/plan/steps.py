@@ -94,7 +94,7 @@ def _plan_docker(c: PlanContext) -> tuple[Change, ...]:
         offline = facts.image is not None and facts.image.offline
         # A run without the step "toolkit" registers no runtime that is missing, so this one has it.
         lacks = facts.files.keys().isdisjoint({LAUNCHER_PATH, NVIDIA_HOOK_PATH})
-        comes = lacks and bool(toolkit.plan_runtime(facts, spec))
+        comes = facts.docker_began_first or (lacks and bool(toolkit.plan_runtime(facts, spec)))
         changes = docker.plan(facts.docker, toolkit.docker_runtime(spec), drop=drop, offline=offline, new_hook=comes)
     restarts = any(isinstance(one, ReconfigureDocker) and one.restart and not one.is_loaded for one in changes)
     in_use = facts.docker_proxy_in_use

@@ -233,6 +233,19 @@ def test_check_mode_changes_nothing_and_rollback_undoes_the_whole_play_to_the_by
     assert packages(host) == before[1]
 
 
+def test_a_docker_that_names_the_runtime_before_the_first_run_is_restarted_once(site: Site) -> None:
+    """As a site's configuration management writes daemon.json; `verify` starts a container with --gpus."""
+    host = site.fresh("twin")
+    runtime = '{"runtimes": {"nvidia": {"path": "/usr/bin/gpuprov-container-runtime"}}}'
+    host.ssh(f"mkdir -p /etc/docker; echo '{runtime}' > /etc/docker/daemon.json; systemctl restart docker")
+    begun = docker_start(host)
+    assert task_states(play_succeeds("site", site.inventory("twin")))["engine"] == "changed"
+    restarted = docker_start(host)
+    assert restarted != begun
+    assert recap(play_succeeds("site", site.inventory("twin")), "twin")["changed"] == 0
+    assert docker_start(host) == restarted
+
+
 def test_sudo_with_a_password_on_a_host_without_docker(site: Site) -> None:
     site.fresh("ops")
     login = {"ansible_user": "ops", "ansible_become_password": "correct horse"}

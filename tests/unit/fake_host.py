@@ -253,6 +253,8 @@ class FakeHost(System):
             self.docker_active = False
         elif verb == "restart":
             self.docker_starts += 1
+            if (pid := self.root / "run/docker.pid").exists():
+                pid.touch()
             self.docker_starts_left -= 1
             self.docker_active = self.docker_starts_left >= 0 and not self._refusal()
             self.docker_failed = not self.docker_active

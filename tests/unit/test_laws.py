@@ -1,8 +1,9 @@
 """The six laws that hold for every step: what a user relies on without reading how a step works."""
 
 import hashlib
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -277,16 +278,28 @@ def test_no_engine_gets_a_runtime_that_is_missing(host: FakeHost, spec: HostSpec
     assert host.state() == before
 
 
-def test_a_docker_that_began_before_the_hook_is_restarted_once(host: FakeHost, spec: HostSpec) -> None:
+@pytest.mark.parametrize("installs", [install, install_parts], ids=["as a whole", "part by part"])
+def test_a_docker_that_began_before_the_hook_is_restarted_once(
+    host: FakeHost, spec: HostSpec, installs: Callable[[FakeHost, HostSpec], object]
+) -> None:
     """Its daemon.json names the runtime, as a site's configuration management writes it."""
     runtime = '{"runtimes": {"nvidia": {"path": "/usr/bin/gpuprov-container-runtime"}}}'
     put(host.root / "etc/docker/daemon.json", runtime)
     host.run(("systemctl", "restart", "docker.service"))
+    put(host.root / "run/docker.pid", "1")
+    os.utime(host.root / "run/docker.pid", (1, 1))
     begun = host.docker_starts
-    install(host, spec)
+    installs(host, spec)
     assert host.docker_starts == begun + 1
-    install(host, spec)
+    installs(host, spec)
     assert host.docker_starts == begun + 1
+    # A later change of the hook is no news to docker.
+    hook = host.root / "usr/bin/nvidia-container-runtime-hook"
+    for spoil in (lambda: hook.write_text(f"{hook.read_text()}\n"), hook.unlink):
+        spoil()
+        os.utime(host.root / "run/docker.pid", (1, 1))
+        installs(host, spec)
+        assert host.docker_starts == begun + 1
 
 
 def test_the_runtimes_folders_are_opened_to_other_users(host: FakeHost, spec: HostSpec) -> None:
