@@ -229,6 +229,9 @@ def _check_cell(result: HostResult, name: str, *, detailed: bool) -> Text:
     found = next((check for check in result.checks if check.name == name), None)
     if found is None:
         return Text("–", "dim")
+    # A GPU that health finds degraded counts as ok.
+    if found.status == "ok" and found.on_host.startswith("degraded: "):
+        return Text(one_line(found.on_host) if detailed else "degraded", _STYLES["degraded"])
     cell = Text(plain(found.status), _CHECK_STYLES.get(found.status, ""))
     if detailed and found.status == "failed" and (found.on_host or found.in_container):
         cell.append(f" host {one_line(found.on_host) or '–'}, container {one_line(found.in_container) or '–'}", "")

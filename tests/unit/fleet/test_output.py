@@ -364,6 +364,12 @@ def test_verify_shows_hosts_against_checks() -> None:
     assert "lab-b: docker, all GPUs: no nodes\n" in text
 
 
+def test_a_degraded_gpu_is_not_called_ok() -> None:
+    checks = (CheckDone("GPU 0", "ok", "degraded: xid-95"),)
+    lines = report("health", [HostResult("a", ExitCode.DEGRADED, checks=checks)]).splitlines()
+    assert "GPU 0  degraded: xid-95" in [line.strip() for line in lines]
+
+
 def test_many_hosts_show_the_bare_words() -> None:
     text = report("verify", [seen(f"lab-{letter}", "2 GPUs") for letter in "abcd"])
     assert "docker, all GPUs  ok     ok     ok     ok" in text

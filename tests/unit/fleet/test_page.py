@@ -178,11 +178,13 @@ def test_page_lists_the_hosts_by_vulnerability() -> None:
 
 
 def test_page_of_a_verification_has_a_square_and_the_words_of_each_check() -> None:
-    checks = (CheckDone("driver", "ok", "550, 8 GPUs"), CheckDone("docker run --gpus", "failed", reason="no nodes"))
+    checks = (CheckDone("driver", "ok", "550, 8 GPUs"), CheckDone("docker run --gpus", "failed", reason="no nodes"),
+              CheckDone("GPU 0", "ok", "degraded: xid-95"))  # fmt: skip
     text = Reader(render(run(HostResult("gpu1", ExitCode.FAILED, checks=checks)))).text
     assert "docker run --gpus" in text
     assert "ok 550, 8 GPUs" in text
     assert "failed no nodes" in text
+    assert "GPU 0: degraded: xid-95" in re.sub(r"\s+", " ", text)
 
 
 def test_page_needs_nothing_from_elsewhere() -> None:
