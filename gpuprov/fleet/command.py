@@ -40,6 +40,7 @@ _NEEDS_ROOT = ("install", "verify", "accept", "doctor", "rollback", "uninstall")
 # The next command: after a successful installation, and after a failed verification.
 _FOLLOWING = {"install": "verify", "verify": "doctor"}
 _PIPE_WIDTH = 160
+_ASKED = {"connection": ("ask_pass", "SSH password", "-k"), "become": ("become_ask_pass", "sudo password", "-K")}
 # A word of -e may set several variables.
 _OWN_ALONE = r"gpuprov_\w+=(?!.*\s(?!gpuprov_)\w+=)"
 _CHANGING = r"\bgpuprov (install|rollback|uninstall)\b"
@@ -235,15 +236,22 @@ def _completed(target: HostTarget, options: Options) -> HostTarget:
     return replace(
         target,
         spec=parse_spec(wanted, "the command line") if overrides else target.spec,
-        password=target.password or options.password or (ssh and _password_in("connection")) or "",
-        become_password=target.become_password or options.become_password or (ssh and _password_in("become")) or "",
+        password=target.password or options.password or (ssh and ansible_password("connection")) or "",
+        become_password=target.become_password or options.become_password or (ssh and ansible_password("become")) or "",
     )
 
 
 @functools.cache
-def _password_in(kind: str) -> str:
-    """Return the password in the file that Ansible's settings name, or the output of this program; "" for no file."""
+def ansible_password(kind: str) -> str:
+    """Return what Ansible's settings name: a password in a file, of a program, or asked for; "" for none."""
     if not (path := configured(f"{kind.upper()}_PASSWORD_FILE")):
+        given = os.environ.get("ANSIBLE_BECOME_PASS", "") if kind == "become" else ""
+        name, what, flag = _ASKED[kind]
+        if given or configured(f"DEFAULT_{name.upper()}") != "True":
+            return given
+        if program.has_terminal():
+            return program.asked(what, wanted=True)
+        say(f"warning: {name} of Ansible's settings: no terminal to ask for the {what}; {flag} reads a pipe", err=True)
         return ""
     fault = "it is empty"
     try:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -176,9 +176,18 @@ _VARIABLES = {
     "identity_file": ("ansible_ssh_private_key_file", "ansible_private_key_file"),
     "password": ("ansible_password", "ansible_ssh_pass", "ansible_ssh_password"),
     "become_user": ("ansible_become_user",), "become_method": ("ansible_become_method",),
+    "become_exe": ("ansible_become_exe", "ansible_sudo_exe"),
     "become_password": ("ansible_become_password", "ansible_become_pass", "ansible_sudo_pass"),
     "python": ("ansible_python_interpreter",),
 }  # fmt: skip
+# Variables of Ansible's ssh and sudo, the setting of that meaning, harmless values, and what to use instead.
+_UNUSED = (
+    (("ansible_become_flags", "ansible_sudo_flags"), "DEFAULT_BECOME_FLAGS", r"(\s*-[EHSkn]+)*\s*",
+     "gpuprov calls sudo -n or, with a password, sudo -S"),
+    (("ansible_private_key", "ansible_ssh_private_key", "ansible_ssh_pkcs11_provider"), "", "",
+     "use ansible_ssh_private_key_file, or ssh-add"),
+    (("ansible_ssh_executable",), "", "(.*/)?ssh", "gpuprov speaks SSH itself"),
+)  # fmt: skip
 _HEEDED = {*itertools.chain(*_VARIABLES.values()), *ARGUMENT_VARIABLES, "ansible_become"}
 
 
@@ -405,13 +414,21 @@ def _targets(
         try:
             arguments = arguments_of(values)
             targets.append(target_from_variables(name, values, arguments))
-            for warning in arguments.warnings:
+            for warning in (*arguments.warnings, *_unused(values)):
                 warnings.setdefault(warning, []).append(name)
         except GpuprovError as error:
             problems += [Mistake(name, problem, values) for problem in error.problems]
     if problems:
         raise UsageError.several(with_origins(problems, sources, extra_names))
     return tuple(targets), [f"{listed(names)}: {warning}" for warning, names in warnings.items()]
+
+
+def _unused(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what to use instead of each of Ansible's settings that gpuprov does not follow."""
+    for names, setting, harmless, instead in _UNUSED:
+        found = {name: str(values[name]) for name in names if values.get(name)} or {names[0]: configured(setting)}
+        yield from (f"{name} has no effect here: {instead}" for name, value in found.items()
+                    if value and not re.fullmatch(harmless, value))  # fmt: skip
 
 
 def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshArguments | None = None) -> HostTarget:
@@ -423,11 +440,11 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     address, connection = given["address"] or name, given["connection"] or "ssh"
     user, port = (given[one] or configured(f"DEFAULT_REMOTE_{one.upper()}") for one in ("user", "port"))
     become = str(values.get("ansible_become", True)).lower() in _TRUE
-    become_user, method = given["become_user"], given["become_method"]
+    become_user, method, exe = given["become_user"], given["become_method"], given["become_exe"]
     if not become or user == "root":
-        become_user = method = ""
+        become_user = method = exe = ""
     elif arguments is not None:  # a host of an inventory
-        method = method or configured("DEFAULT_BECOME_METHOD")
+        method, exe = method or configured("DEFAULT_BECOME_METHOD"), exe or configured("DEFAULT_BECOME_EXE")
     arguments = arguments or SshArguments()
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
     python = given["python"] or configured("INTERPRETER_PYTHON")
@@ -445,6 +462,8 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         (method, method.rsplit(".", 1)[-1] in ("", "sudo"),
          "gpuprov becomes root by sudo, not by ansible_become_method (ansible.cfg: become_method)",
          "if sudo works too: -e ansible_become_method=sudo; else log in as root: -e ansible_user=root"),
+        (exe, exe in ("", "sudo", "/usr/bin/sudo"), "gpuprov becomes root by sudo, not by ansible_become_exe",
+         "if sudo works too: -e ansible_become_exe=sudo; else log in as root: -e ansible_user=root"),
         (connection, known, "ansible_connection must be ssh or local", "leave it out: ssh is the default"),
         (python, _PYTHON.fullmatch(python), "ansible_python_interpreter is not the path of a program",
          "a path such as /usr/bin/python3, or leave it out"),

@@ -222,13 +222,13 @@ def with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command
 def made_options(command: str, options: dict[str, Any], **others: Any) -> Options:
     """Return the Options that a click command's arguments make; with -k and -K, ask for the passwords."""
     passwords: dict[str, Any] = {
-        "password": _asked("SSH password", wanted=options.pop("ask_pass")),
-        "become_password": _asked("sudo password", wanted=options.pop("ask_become_pass")),
+        "password": asked("SSH password", wanted=options.pop("ask_pass")),
+        "become_password": asked("sudo password", wanted=options.pop("ask_become_pass")),
     }
     return Options(command, **others, **passwords, **options)
 
 
-def _asked(what: str, *, wanted: bool) -> str:
+def asked(what: str, *, wanted: bool) -> str:
     """Return a password typed at the terminal or, without one, the next line of standard input.
 
     Raises GpuprovError (exit code 2) if there is neither, or if it is not UTF-8.

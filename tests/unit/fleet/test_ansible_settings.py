@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from gpuprov.fleet import command, options
 from gpuprov.fleet.inventory import read_inventory
 from gpuprov.fleet.ssh_config import SshConfiguration, parse_ssh_arguments
 from gpuprov.protocol.errors import UsageError
@@ -140,6 +141,42 @@ def test_password_files_are_read_as_ansible_reads_them(tmp_path: Path) -> None:
     for file, seen in ((tmp_path / "refusing", "exit status 3"), (Path("/none"), "/none: [Errno 2]")):
         error = completed(tmp_path, "", ANSIBLE_BECOME_PASSWORD_FILE=str(file)).stderr
         assert "become_password_file of Ansible's settings" in error and seen in error and "next: " in error, error
+
+
+@pytest.mark.parametrize(("terminal", "passwords"), [(True, ("of -k", "of -K")), (False, ("", ""))])
+def test_passwords_that_ansible_cfg_has_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], terminal: bool,
+    passwords: tuple[str, str],
+) -> None:  # fmt: skip
+    put(tmp_path / "hosts", "lab-a\nlab-b\n", 0o600)
+    typed = {"SSH password": ["of -k"], "sudo password": ["of -K"]}
+    command.ansible_password.cache_clear()
+    monkeypatch.setattr(command, "configured", lambda name: "True" if name.endswith("ASK_PASS") else "")
+    monkeypatch.setattr(options, "has_terminal", lambda: terminal)
+    monkeypatch.setattr(options, "asked", lambda what, wanted: typed[what].pop())
+    hosts = command.inventory_of(options.Options("facts", hosts=(str(tmp_path / "hosts"),))).hosts
+    assert [(host.password, host.become_password) for host in hosts] == [passwords] * 2
+    assert ("become_ask_pass of Ansible's settings: no terminal" in capsys.readouterr().err) != terminal
+    command.ansible_password.cache_clear()
+
+
+@pytest.mark.parametrize(("hosts", "warns"), [
+    ("ansible_become_flags='-H -S -n'", False), ("ansible_become_flags=-i", True), ("ansible_sudo_flags=-i", True),
+    ("ansible_ssh_executable=/usr/bin/ssh", False), ("ansible_ssh_executable=plink", True),
+    ("ansible_private_key=text", True), ("ansible_ssh_pkcs11_provider=/lib/opensc.so", True),
+])  # fmt: skip
+def test_settings_without_effect_are_named(tmp_path: Path, hosts: str, warns: bool) -> None:
+    put(tmp_path / "hosts", f"lab-a {hosts}\n")
+    found = read_inventory((str(tmp_path / "hosts"),)).warnings
+    assert [" has no effect here: " in one for one in found] == [True] * warns, found
+
+
+def test_the_environments_sudo_password_and_sudo_of_its_own(tmp_path: Path) -> None:
+    put(tmp_path / "hosts", "lab-a\n")
+    put(tmp_path / "ansible.cfg", "")
+    assert completed(tmp_path, "", ANSIBLE_BECOME_PASS="own").stdout.splitlines() == ["", "own"]
+    assert "not by ansible_become_exe" in completed(tmp_path, "", ANSIBLE_BECOME_EXE="/opt/sudo").stderr
+    assert completed(tmp_path, "-e ansible_user=root", ANSIBLE_BECOME_EXE="/opt/sudo").returncode == 0
 
 
 @pytest.mark.parametrize(("hosts", "refused"), [
