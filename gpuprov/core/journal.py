@@ -152,7 +152,7 @@ def resume_journal(system: System, run: Run) -> Journal:
 def read_runs(system: System) -> tuple[Run, ...]:
     """Return all runs on this host, oldest first. Raises GpuprovError for a journal of an unknown format."""
     paths = (f"{RUNS_DIRECTORY}/{name}" for name in _journal_names(system))
-    return tuple(parse_run(path, system.read_text(path) or "") for path in paths)
+    return tuple(parse_run(path, _text_of(system, path)) for path in paths)
 
 
 def written_files(runs: Iterable[Run]) -> dict[str, tuple[str, Run]]:
@@ -169,7 +169,7 @@ def unfinished_run(system: System) -> Run | None:
     latest = True
     for name in reversed(_journal_names(system)):
         path = f"{RUNS_DIRECTORY}/{name}"
-        text = system.read_text(path) or ""
+        text = _text_of(system, path)
         _require_known_format(path, text)
         # The last line of most runs says that they ended: the lines before it, perhaps megabytes, need no parsing.
         ends = [record["end"] for record in _records(text.rstrip().rpartition("\n")[2]) if "end" in record]
@@ -189,7 +189,7 @@ def last_undoable_run(system: System) -> Run | None:
 def last_choice(system: System) -> DriverChoice | None:
     """Return the driver of the latest run that was not rolled back, None if no run recorded one."""
     for name in reversed(_journal_names(system)):
-        text = system.read_text(f"{RUNS_DIRECTORY}/{name}") or ""
+        text = _text_of(system, f"{RUNS_DIRECTORY}/{name}")
         # Most lines hold what a file was before, perhaps megabytes.
         found: dict[str, Any] = {}
         for record in _records("\n".join(one for one in text.splitlines() if one.startswith(_SHORT))):
@@ -202,8 +202,24 @@ def last_choice(system: System) -> DriverChoice | None:
 _SHORT = ('{"chosen":', '{"end":')
 
 
+def _text_of(system: System, path: str) -> str:
+    _require_roots(system, path)
+    return system.read_text(path) or ""
+
+
+def _require_roots(system: System, *paths: str) -> None:
+    """Raise GpuprovError if others than root can change one of these: a rollback does as root what journals say."""
+    for path in paths:
+        found = system.status(system.real_path(path))
+        if found and (found.uid not in (0, system.user_id()) or found.mode & (0o022 if found.gid else 0o002)):
+            seen = f"stat {path}: user {found.uid}, group {found.gid}, mode {found.mode:o}"
+            step = f"if nobody did: chown -R root:root {STATE_DIRECTORY}; chmod -R go-w {STATE_DIRECTORY}"
+            raise GpuprovError("others than root can change the journals of earlier runs", seen, step)
+
+
 def _journal_names(system: System) -> tuple[str, ...]:
     """Return the journals' file names by number, which may exceed 9999."""
+    _require_roots(system, STATE_DIRECTORY, RUNS_DIRECTORY)
     names = system.list_directory(RUNS_DIRECTORY)
     ours = (name for name in names if name.endswith(".jsonl") and name[:-6].isdecimal())
     return tuple(sorted(ours, key=lambda name: int(name[:-6])))

@@ -1,12 +1,24 @@
 """The journal and what is made of it: resume after a kill at any line, roll-back, the unfinished run."""
 
+import os
 from pathlib import Path
+
+import pytest
 
 from gpuprov.core.apply import apply_changes, resume_run
 from gpuprov.core.changes import WriteFile
-from gpuprov.core.journal import RUNS_DIRECTORY, new_journal, parse_run, read_runs, resume_journal, unfinished_run
+from gpuprov.core.journal import (
+    RUNS_DIRECTORY,
+    last_choice,
+    new_journal,
+    parse_run,
+    read_runs,
+    resume_journal,
+    unfinished_run,
+)
 from gpuprov.core.system import System
 from gpuprov.plan.steps import CHANGE_KINDS
+from gpuprov.protocol.errors import GpuprovError
 from tests.runs import as_a_run, ignore, undo_last
 
 
@@ -47,6 +59,23 @@ def test_journals_are_for_root_alone(system: System, tmp_path: Path) -> None:
     folder = tmp_path / RUNS_DIRECTORY.lstrip("/")
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [path.stat().st_mode & 0o777 for path in folder.iterdir()] == [0o600]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("place", ["/var/lib/gpuprov", RUNS_DIRECTORY, f"{RUNS_DIRECTORY}/0001.jsonl"])
+def test_a_journal_that_others_can_change_is_refused(system: System, place: str) -> None:
+    """As after a restore by another user, or with its umask."""
+    new_journal(system, "install").end("failed")
+    path = system.path(place)
+    for owner, group, mode in ((1000, 0, 0o700), (0, 0, 0o702), (0, 1000, 0o720)):
+        os.chown(path, owner, group)
+        path.chmod(mode)
+        for read in (read_runs, unfinished_run, last_choice):
+            with pytest.raises(GpuprovError, match=f"stat {place}: user {owner}, group {group}, mode {mode:o}"):
+                read(system)
+    os.chown(path, 0, 0)
+    path.chmod(0o770)  # root's own group
+    assert len(read_runs(system)) == 1
 
 
 def test_the_unfinished_run_is_found_wherever_a_journal_was_cut_off(system: System) -> None:
