@@ -37,6 +37,7 @@ _NAMES = ("--queryformat", "%{NVRA}\\n")
 _COLOR = re.compile(r"\x1b\[[\d;]*[mK]")
 # dnf 4 with tsflags=test.
 _ONLY_TESTED = re.compile(r"^.*will only download packages.* and check the transaction.*$", re.MULTILINE)
+_INCOMPLETE = re.compile(r"^\s*tsflags\s*=.*\b(justdb|noscripts)\b.*$", re.MULTILINE)
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
 _PROGRESS = r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
 # Files that hold the process id of a running package manager: dnf 4 (dnf/lock.py), libzypp.
@@ -380,8 +381,13 @@ class InstallRpmPackages(interface.PackageInstallation):
         how = self.program
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
         command = (*_with(how.install, (*self.options, *how.as_asked)), *names)
-        done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
         what = f"{', '.join(self.names)} could not be installed"
+        conf = "/etc/dnf/dnf.conf"
+        if how.name == "dnf" and (flag := _INCOMPLETE.search(system.read_text(conf) or "")):
+            lacks = "files" if flag[1] == "justdb" else "scripts"
+            step = f"grep tsflags {conf}; remove `{flag[1]}`; then run the command again"
+            raise GpuprovError(f"{what}: dnf installs packages without their {lacks}", f"{conf}: {flag[0]}", step)
+        done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
         finish_rpm(done, what, how.good_codes, self.advice)
         if only := _ONLY_TESTED.search(done.stdout):
             what += ": dnf reported success, but has installed nothing"
