@@ -453,7 +453,8 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
         (address, _ADDRESS.fullmatch(address) and address.count(":") != 1,
-         "ansible_host is neither a name nor an address", "user and port go into ansible_user and ansible_port"),
+         "ansible_host is neither a name nor an address",
+         "write it without brackets; user and port go into ansible_user and ansible_port"),
         (port, is_port, "ansible_port is not a port number", "a number from 1 to 65535; default: 22"),
         # Another line would be another keyword to ssh.
         (user, user.isprintable(), "ansible_user is no name of a user", "correct ansible_user"),

@@ -39,6 +39,7 @@ _KNOWN = (
     "Ciphers aes256-gcm@openssh.com, MACs hmac-sha2-256-etm@openssh.com, KexAlgorithms curve25519-sha256@libssh.org, "
     "HostKeyAlgorithms ssh-ed25519"
 )
+_LINKS = "ip -6 -brief address show scope link  # names the interfaces"
 _UNUSED = "not used: it, or the file of its key, can't be read"
 _PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
@@ -359,12 +360,18 @@ def explained(target: HostTarget, connection: Connection, settings: SshSettings)
             problem = _handshake_problem(place, target, hop, settings, error)
         elif isinstance(error, (socket.gaierror, UnicodeError)):  # the latter: no name of DNS, such as a..b
             set_it = "set ansible_host to the host's address" if hop is connection else "correct ProxyJump"
-            problem = Problem(f"the name {hop.host} is not known", seen, set_it)
+            what, (address, _, interface) = f"the name {hop.host} is not known", hop.host.partition("%")
+            if ":" in address and interface:
+                what, set_it = f"this machine has no network interface {interface}", _LINKS
+            problem = Problem(what, seen, set_it)
         elif isinstance(error, TimeoutError):
             problem = _silence(place, "no answer", settings)
         elif isinstance(error, (OSError, EOFError)):
             problem = Problem(f"{place} cannot be reached", seen, f"try: ssh -v {_ssh_words(hop)}")
             problem = (_without_ssh(hop) if seen == os.strerror(errno.ECONNREFUSED) else None) or problem
+            if seen == os.strerror(errno.EINVAL) and hop.host.lower().startswith("fe80:"):
+                what = f"{hop.host} is an address of one link, and names no interface, as {hop.host}%eth0 does"
+                problem = Problem(what, seen, _LINKS)
         else:
             raise
         raise GpuprovError(problem.what, problem.evidence, problem.next_step, exit_code=ExitCode.UNREACHABLE) from None

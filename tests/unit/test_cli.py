@@ -224,9 +224,14 @@ def test_closed_streams_leave_no_traceback(tmp_path: Path, words: str, closed: s
     assert not (tmp_path / "gpuprov/log").exists(), "a defect leaves a log"
 
 
-def test_a_name_that_dns_cannot_have_is_not_known() -> None:
-    done = gpuprov("facts", "--hosts", "a..b,")
-    assert (done.returncode, "the name a..b is not known" in done.stdout) == (ExitCode.UNREACHABLE, True)
+@pytest.mark.parametrize(("address", "what"), [
+    ("a..b", "the name a..b is not known"),
+    ("fe80::1%none0", "this machine has no network interface none0"),
+    ("fe80::1", "fe80::1 is an address of one link, and names no interface, as fe80::1%eth0"),
+])  # fmt: skip
+def test_an_address_that_leads_nowhere_is_explained(address: str, what: str) -> None:
+    done = gpuprov("facts", "--hosts", "a,", "-e", f"ansible_host={address}")
+    assert (done.returncode, what in done.stdout) == (ExitCode.UNREACHABLE, True), done.stdout
 
 
 def test_this_machine_needs_root() -> None:
