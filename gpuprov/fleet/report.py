@@ -405,7 +405,7 @@ def write_page(run: Run, path: str) -> None:
             os.set_blocking(handle, True)
             file.write(page)
     except OSError as error:
-        step = "gpuprov report --html FILE writes it elsewhere"
+        step = f"gpuprov report --run {run.identifier} --html FILE writes it elsewhere"
         raise UsageError(f"the report {path} cannot be written", str(error), step) from None
 
 

@@ -41,8 +41,9 @@ def test_a_page_goes_into_a_fifo_to_its_reader(tmp_path: Path) -> None:
 def test_a_fifo_without_a_reader_is_an_error_and_no_wait(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "page")
     require_writable(str(tmp_path / "page"))
-    with pytest.raises(UsageError, match=r"the report .*page cannot be written"):
+    with pytest.raises(UsageError, match=r"the report .*page cannot be written") as caught:
         write_page(RUN, str(tmp_path / "page"))
+    assert f"gpuprov report --run {RUN.identifier} --html FILE" in str(caught.value)
 
 
 def test_a_shorter_page_leaves_nothing_of_the_former_one(tmp_path: Path) -> None:
