@@ -64,9 +64,6 @@ def collect(to: Collection, own: Mapping[str, bytes], cache: str) -> Manifest:
     )
 
 
-# -- .run files ------------------------------------------------------------------------------------------------------
-
-
 def _collect_driver(to: Collection, cache: str) -> str:
     recipe, driver = to.recipe, to.recipe.driver
     if not driver.url:
@@ -110,9 +107,6 @@ def _fetched(to: Collection, wanted: RunFile, what: str, cache: str) -> str:
     return place
 
 
-# -- images ----------------------------------------------------------------------------------------------------------
-
-
 def _image(to: Collection, reference: str) -> BundleImage:
     # docker's names of architectures are Debian's.
     wanted = DEBIAN_ARCHITECTURES[to.recipe.architecture]
@@ -133,9 +127,6 @@ def _image(to: Collection, reference: str) -> BundleImage:
     to.system.require(save, f"{reference} can't be saved", timeout=_DOWNLOAD_SECONDS)
     to.places[path] = place
     return BundleImage(reference, image_identity(to.system, reference), path)
-
-
-# -- the signature ---------------------------------------------------------------------------------------------------
 
 
 def user_gpg() -> dict[str, str]:

@@ -296,7 +296,6 @@ def _measured(name: str, ours: Candidate, loaded: str) -> Values:
 
 
 def _driver_of(one: Candidate) -> str:
-    """Return a library's driver version."""
     version = one.version or "of an unknown version"
     return f"{version} (cuda-compat)" if one.compat else version
 

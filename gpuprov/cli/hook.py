@@ -127,7 +127,6 @@ def _explain_on_hosts(options: dict[str, Any], container: str, *, as_json: bool)
 
 
 def _recorded_lines(recorded: dict[str, Any]) -> list[str]:
-    """Return a running container's decision as text."""
     requirements = f"{recorded['requirements']} satisfied" if recorded["requirements"] else ""
     paths = recorded["nodes"], recorded["files"], recorded["links"]
     head = f"container      {recorded['container']}, started with GPUs by the {recorded['way']}"
@@ -135,7 +134,6 @@ def _recorded_lines(recorded: dict[str, Any]) -> list[str]:
 
 
 def _lines(found: dict[str, Any]) -> list[str]:
-    """Return the decision as text."""
     if not found["gpu_container"]:
         return ["asks for no GPU: the container is left alone", *(f"  because {one}" for one in found["decisions"])]
     edits = found["edits"]

@@ -220,7 +220,6 @@ def toolkit_old(x: HostSnapshot) -> Seen | None:
 
 
 def _versions(x: HostSnapshot) -> dict[str, str]:
-    """Return the toolkit's installed packages and their versions."""
     installed = x.host.packages.installed
     return {name: installed[name] for name in retired.TOOLKIT if name in installed}
 

@@ -213,9 +213,6 @@ def _has_dkms_source(facts: HostFacts) -> bool:
     return False
 
 
-# -- images ---------------------------------------------------------------------------------------------------------
-
-
 def plan_image(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that builds modules for each kernel of an image without any, once the driver is installed."""
     image = driver.facts.image

@@ -109,7 +109,6 @@ def removed_packages(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
 
 
 def _removed(facts: HostFacts, spec: HostSpec) -> tuple[str, ...]:
-    """Return the packages that a migration removes."""
     return _candidates(facts, spec) if spec.migrate_nvidia_docker and not _package_user(facts, spec) else ()
 
 

@@ -128,7 +128,6 @@ def _word(name: str, kernel: str) -> str:
 
 
 def _files_of(manifest: Manifest, parts: Iterable[str]) -> list[BundleFile]:
-    """Return the files of a bundle that belong to these parts."""
     folders = tuple(folder for part in parts for folder in _FOLDERS[part])
     return [one for one in manifest.files if one.path.startswith(folders)]
 

@@ -304,7 +304,6 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
 
 
 def _check(found: Survey, library: Found) -> CheckDone:
-    """Return a library as a line of the table."""
     one = library.winner
     shown = f"{one.version or 'of an unknown version'} at {one.path}: {one.reason}" if one is not None else "none"
     host, container = (shown, "") if found.kind == "host" else ("", shown)
