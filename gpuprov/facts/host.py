@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
+from gpuprov.cdi.generate import PATH as SPECIFICATION
 from gpuprov.cdi.generate import other_specifications
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
@@ -315,6 +316,8 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)
+        if status and status.kind == "link" and ("gpuprov" in path or path == SPECIFICATION):
+            status = system.status(system.real_path(path))  # a file of ours is written where the link leads
         if status is None:
             continue
         # A link, or a program too large to be gpuprov's, exists too and belongs to others.

@@ -11,7 +11,7 @@ from gpuprov.core import files
 from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from gpuprov.driver import kernel
-from gpuprov.facts.host import driver_package, facts_to_json, gather
+from gpuprov.facts.host import driver_package, facts_to_json, gather, gather_files
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.interface import PackageFacts
@@ -212,3 +212,20 @@ def test_facts_for_a_user_leave_out_what_only_root_may_read(tmp_path: Path, monk
     assert note == Note(f"left out, because only root may read it: {left_out}", "warning")
     monkeypatch.setattr(host, "user_id", lambda: 0)
     assert ask(host, Request("facts"))[0].exit_code == 2
+
+
+@pytest.mark.parametrize(("target", "content"), [("/srv/unit", b"x"), ("/srv/none", None), ("/srv", None)])
+def test_a_file_of_ours_that_is_a_link_is_where_the_link_leads(
+    tmp_path: Path, target: str, content: bytes | None
+) -> None:
+    host = System(str(tmp_path))
+    for folder in ("/srv", "/etc/apt/sources.list.d"):
+        host.make_directory(folder)
+    (tmp_path / "srv/unit").write_bytes(b"x")
+    for name in ("gpuprov-site", "others"):
+        # Relative: the folder of the test is no root.
+        (tmp_path / f"etc/apt/sources.list.d/{name}.sources").symlink_to(f"../../..{target}")
+    found = dict(gather_files(host))
+    ours = found.pop("/etc/apt/sources.list.d/gpuprov-site.sources", None)
+    assert (ours and ours.content) == content
+    assert found == {}
