@@ -9,6 +9,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.runtime_hook.deploy import STAND_IN
 
 _MODE = 0o755
 _PACKAGES = ("nvidia-docker2", "nvidia-docker")
@@ -18,7 +19,9 @@ _MARK = b"# gpuprov's nvidia-docker:"
 _TEXT = """\
 #!/bin/sh
 # gpuprov's nvidia-docker: gives `run` and `create` the GPUs, and passes everything to docker.
-exec {python} -I -S -B -c 'import sys
+python={python}
+[ -x "$python" ] || python={stand_in}
+exec "$python" -I -S -B -c 'import sys
 sys.path.insert(0, "{program}")
 from gpuprov.engines.nvidia_docker_command import main
 main(sys.argv[1:], "{path}")' "$@"
@@ -39,7 +42,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
         return (RemoveFile(PATH, "gpuprov_nvidia_docker is false"),) if found is not None else ()
     if not facts.interpreter.path:
         return ()
-    content = _TEXT.format(python=facts.interpreter.path, program=PROGRAM, path=PATH).encode()
+    content = _TEXT.format(python=facts.interpreter.path, stand_in=STAND_IN, program=PROGRAM, path=PATH).encode()
     current = found is not None and found.is_roots(content, _MODE)
     return () if current else (InstallNvidiaDocker(PATH, content, _MODE),)
 

@@ -21,6 +21,7 @@ from gpuprov.facts import boot
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.mig_configs import DISABLED, ENABLED
+from gpuprov.runtime_hook import deploy
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -106,7 +107,8 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
         units += (boot.SSH_KEYS,) if facts.boot.ssh_keygen else ()
     paths += (f"{boot.UNITS}/{name}" for name in units)
     memory = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={spec.mps_memory}" if spec.mps_memory else ""
-    values = {"python": python, "mps_threads": str(spec.mps_threads), "mps_memory": memory, **mig_values(divided)}
+    values = {"python": started(python), "mps_threads": str(spec.mps_threads), "mps_memory": memory}
+    values.update(mig_values(divided))
     values.update(gpudirect.unit_values(spec))
     return {boot.PROGRAM: boot_program(), **{path: content_of(path, **values) for path in paths}}
 
@@ -119,6 +121,11 @@ def content_of(path: str, **values: str) -> bytes:
     # By name: in a zip, Python 3.10.0 to 3.10.9 and 3.11.0 and 3.11.1 take it by position for a second one.
     text = files("gpuprov.boot").joinpath(path[1:]).read_text(encoding="utf-8")
     return Template(text).substitute(values).encode()
+
+
+def started(python: str) -> str:
+    """Return what starts this Python in a unit's command line, and the one in its place once an upgrade removed it."""
+    return f'/bin/sh -c \'test -x $$0 || exec {deploy.STAND_IN} "$$@"; exec $$0 "$$@"\' {python}'
 
 
 def mig_values(layout: Sequence[tuple[str, str]]) -> dict[str, str]:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from gpuprov.boot.prepare import content_of
+from gpuprov.boot.prepare import content_of, started
 from gpuprov.core.changes import (
     Change,
     Json,
@@ -46,7 +46,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     values["proxy"] = Proxy(spec.proxy).address
     text = json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1)
     wanted = {
-        SERVICE_FILE: (content_of(SERVICE_FILE, python=facts.interpreter.path), 0o644),
+        SERVICE_FILE: (content_of(SERVICE_FILE, python=started(facts.interpreter.path)), 0o644),
         TIMER_FILE: (content_of(TIMER_FILE, schedule=spec.watch, delay=_DELAYS[spec.watch]), 0o644),
         STORED: (text.encode() + b"\n", 0o600),
     }

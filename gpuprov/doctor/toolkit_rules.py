@@ -24,7 +24,7 @@ from gpuprov.protocol import advisories
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook import deploy
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH, NVIDIA_HOOK_PATH, STAND_IN
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 
 _OURS = (Remedy(STEPS, ("toolkit",)),)
@@ -50,7 +50,9 @@ conditions({
     "low-level-runtime-broken": lambda x: bool(x.broken)
         and Seen(*x.broken.values(), again=_restore(x, next(iter(x.broken)))),
     "python-missing": lambda x: x.host.interpreter.fault == MISSING
-        and Seen(f"ls {x.host.interpreter.deployed}: No such file or directory", remedies=_with_python(x)),
+        and Seen(f"ls {x.host.interpreter.deployed}: No such file or directory", remedies=_with_python(x),
+                 effect=f"; {STAND_IN} stands in for it" if x.host.interpreter.replaced else "",
+                 confidence=WARNING if x.host.interpreter.replaced else ""),
     "python-unfit": lambda x: x.host.interpreter.fault not in ("", MISSING)
         and Seen(f"{x.host.interpreter.deployed}: {x.host.interpreter.fault}", remedies=_with_python(x)),
     "install-obstructed": lambda x: (

@@ -37,7 +37,7 @@ MARK = "# By gpuprov"
 _ENCRYPTED = ("/dev/sev-guest", "/dev/tdx_guest")
 _VENDOR = "/sys/class/dmi/id/sys_vendor"
 _PACKAGED = tuple(f"{folder}/systemd/system/{PERSISTENCE}" for folder in ("/usr/lib", "/lib"))
-_PYTHON = re.compile(rf"^ExecStart=(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
+_PYTHON = re.compile(rf"^ExecStart=(?:.* )?(\S+) -I {re.escape(PROGRAM)} ", re.MULTILINE)
 STARTED = (NODES, MIG, REFRESH, WATCH, PERSISTENCE, CONFIDENTIAL, GPUDIRECT, MPS, SSH_KEYS, SERVE_SOCKET)
 _ENABLED = tuple(f"{WANTS}/{name}" for name in STARTED)
 USERS = f"{UNITS}/user@.service.d/gpuprov.conf"

@@ -42,8 +42,9 @@ class Interpreter:
     """The Python for the programs that gpuprov deploys.
 
     `path`: without links, "" if no Python of the host is suitable. `deployed`: the one that the deployed programs name,
-    "" if none are deployed; `fault`: what is wrong with it. `refused`: why others were rejected, a sentence each.
-    `cache_tag`: as in sys.implementation; it identifies the matching byte code.
+    "" if none are deployed; `fault`: what is wrong with it; `replaced`: it is gone, and they run on `path` meanwhile.
+    `refused`: why others were rejected, a sentence each. `cache_tag`: as in sys.implementation; it identifies the
+    matching byte code.
     """
 
     path: str = ""
@@ -51,6 +52,7 @@ class Interpreter:
     cache_tag: str = ""
     deployed: str = ""
     fault: str = ""
+    replaced: bool = False
     refused: tuple[str, ...] = ()
 
 
@@ -72,7 +74,8 @@ def gather_interpreter(system: System, deployed: str) -> Interpreter:
         path, found = "", ("", "")
     broken = faults.get(system.real_path(deployed), "") if deployed else ""
     refused = tuple(f"{place}: {fault}" for place, fault in faults.items() if fault != MISSING)
-    return Interpreter(path, *found, deployed, broken, refused)
+    replaced = broken == MISSING and path == system.real_path(deploy.STAND_IN)
+    return Interpreter(path, *found, deployed, broken, replaced, refused)
 
 
 def packages_of_pythons(installed: Iterable[str]) -> tuple[str, ...]:

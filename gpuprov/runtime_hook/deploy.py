@@ -20,6 +20,8 @@ from .settings import LOW_LEVEL_CACHE, NVIDIA_SETTINGS_PATH, SETTINGS_PATH, cand
 
 LAUNCHER_PATH = "/usr/bin/gpuprov-container-runtime"
 LIBRARY_PATH = "/usr/lib/gpuprov"
+# What runs the programs once the Python that they name is gone, if it is not too old, until an installation.
+STAND_IN = "/usr/bin/python3"
 # The name under which docker looks for the hook of `docker run --gpus`, on its PATH, when it starts.
 NVIDIA_HOOK_PATH = "/usr/bin/nvidia-container-runtime-hook"
 # PEP 552: magic number, flags (checked hash), hash of the source.
@@ -58,7 +60,8 @@ _FORMAT = "3"
 def render_launcher(python: str, library: str = LIBRARY_PATH, low_level: tuple[str, ...] = ("runc", "crun")) -> str:
     """Return the launcher, a shell script. A `low_level` runtime is a name, looked for as root would, or a path."""
     return _template(_LAUNCHER).format(
-        candidates=" ".join(candidates(low_level)), python=python, missing=_MISSING.format(python=python),
+        candidates=" ".join(candidates(low_level)), python=python, stand_in=STAND_IN,
+        missing=_MISSING.format(python=python),
         start=render_start("main", library), keep=_template(_NEW_ENOUGH) + _KEEP.format(library=library),
         settings=SETTINGS_PATH, nvidia_settings=NVIDIA_SETTINGS_PATH, cache=LOW_LEVEL_CACHE,
         settings_folder=SETTINGS_PATH.rpartition("/")[0], nvidia_folder=NVIDIA_SETTINGS_PATH.rpartition("/")[0],
@@ -70,7 +73,7 @@ def render_hook(python: str, library: str = LIBRARY_PATH) -> str:
     """Return the program that engines run as an OCI hook, a shell script."""
     # An engine's or a container's PATH has no say in which Python this is.
     missing, start = _MISSING.format(python=python), render_start("hook_main", library)
-    return _template(_HOOK).format(python=python, missing=missing, start=start)
+    return _template(_HOOK).format(python=python, stand_in=STAND_IN, missing=missing, start=start)
 
 
 def _template(name: str) -> str:

@@ -136,12 +136,12 @@ def test_a_refusal_is_dockers_error_line(host: Host, flags: str) -> None:
 
 
 @pytest.mark.parametrize("flags", _WAYS)
-def test_the_releases_own_python_is_recorded_and_a_start_without_it_is_refused(host: Host, flags: str) -> None:
+def test_the_releases_own_python_is_recorded_and_python3_alone_stands_in_for_it(host: Host, flags: str) -> None:
     python = f"/usr/bin/python{PYTHONS[host.name]}"
     for program in ("gpuprov-container-runtime", "gpuprov-container-runtime-hook", "nvidia-container-runtime-hook"):
         assert host.ssh(f"grep ^python= /usr/bin/{program}").stdout == f"python={python}\n"
     for unit in ("gpuprov-nodes", "gpuprov-refresh"):
-        assert f"\nExecStart={python} -I /usr/lib/gpuprov/boot.pyz " in host.ssh(f"systemctl cat {unit}").stdout
+        assert f"' {python} -I /usr/lib/gpuprov/boot.pyz " in host.ssh(f"systemctl cat {unit}").stdout
     assert run(host, flags, "nvidia-smi -L").count("UUID: GPU-") == HOSTS[host.name]
     host.ssh(f"mv {python} {python}.away")
     try:
@@ -151,8 +151,11 @@ def test_the_releases_own_python_is_recorded_and_a_start_without_it_is_refused(h
             caught.value
         )
         run(host, "", "true")
+        host.ssh(f"ln -sfn {python}.away /usr/bin/python3")
+        assert run(host, flags, "nvidia-smi -L").count("UUID: GPU-") == HOSTS[host.name]
+        host.ssh("systemctl restart gpuprov-nodes gpuprov-refresh")
     finally:
-        host.ssh(f"mv {python}.away {python}")
+        host.ssh(f"mv {python}.away {python}; ln -sfn {python} /usr/bin/python3")
 
 
 @pytest.mark.parametrize("flags", _WAYS)

@@ -12,11 +12,13 @@ import pytest
 
 from gpuprov.core.system import System
 from gpuprov.facts.interpreter import Interpreter, compile_bytecode
+from gpuprov.runtime_hook.deploy import STAND_IN
 from tests.integration.container_bench import Bench
 from tests.pythons import NEWEST, VERSIONS, too_old
 
 pytestmark = pytest.mark.root
 ALL = "NVIDIA_VISIBLE_DEVICES=all"
+GONE = "/usr/bin/python3.10-gone"
 WAYS = {"runtime": "", "hook": "prestart", "CDI hook": "createContainer"}
 MakeBench = Callable[[str], Bench]
 
@@ -33,6 +35,16 @@ def made(tmp_path: Path) -> Iterator[MakeBench]:
     yield make
     for bench in benches:
         bench.delete()
+
+
+def without_python(made: MakeBench) -> Bench:
+    """Deploy the runtime for a Python that is gone, on a machine that has no python3 either."""
+    bench = made(GONE)
+    for program in (bench.runtime, bench.deployed.hook):
+        text = program.read_text()
+        assert f"|| python={STAND_IN}\n" in text
+        program.write_text(text.replace(f"|| python={STAND_IN}\n", f"|| python={STAND_IN}-gone\n"))
+    return bench
 
 
 def hooks(bench: Bench, stage: str) -> dict[str, Any]:
@@ -74,9 +86,9 @@ def test_a_container_gets_its_gpus_under(made: MakeBench, python: str, way: str,
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_python_that_is_gone_is_named_in_one_line(made: MakeBench, way: str) -> None:
-    bench = made("/usr/bin/python3.10-gone")
+    bench = without_python(made)
     said = refusal(bench, WAYS[way])
-    sentence = "gpuprov: the container runtime needs /usr/bin/python3.10-gone, which is missing: run gpuprov install"
+    sentence = f"gpuprov: the container runtime needs {GONE}, which is missing: run gpuprov install"
     assert sentence in said
     if way == "runtime":
         assert said.count("\n") == 1
@@ -84,23 +96,34 @@ def test_a_python_that_is_gone_is_named_in_one_line(made: MakeBench, way: str) -
     assert bench.create().returncode == 0
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_python3_stands_in_for_a_python_that_is_gone(made: MakeBench, way: str) -> None:
+    """As after an upgrade of the distribution: the modules have no byte code for it."""
+    bench = made(GONE)
+    shutil.rmtree(bench.deployed.folder / "host/usr/lib/gpuprov/runtime_hook/__pycache__")
+    lines = bench.report(ALL, by_hook=WAYS[way]) if way != "CDI hook" else bench.report(ALL)
+    assert sum(re.match(r"node /dev/nvidia\d ", line) is not None for line in lines) == 2, lines
+    bench.settings.write_text("")
+    assert bench.begin(ALL).returncode == 0
+
+
 @pytest.mark.parametrize("flag", [["--log={}"], ["--log", "{}"]], ids=["one word", "two words"])
 def test_the_engine_finds_that_line_in_its_log(made: MakeBench, tmp_path: Path, flag: list[str]) -> None:
-    bench, log = made("/usr/bin/python3.10-gone"), tmp_path / "engine log.json"
+    bench, log = without_python(made), tmp_path / "engine log.json"
     refusal(bench, "", *(word.format(log) for word in flag), "--log-format", "json")
     entry = json.loads(log.read_text())
     assert entry["level"] == "error"
-    assert entry["msg"].startswith("gpuprov: the container runtime needs /usr/bin/python3.10-gone, which is missing")
+    assert entry["msg"].startswith(f"gpuprov: the container runtime needs {GONE}, which is missing")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", entry["time"])
 
 
 def test_a_log_that_cannot_be_written_leaves_the_line_on_stderr(made: MakeBench) -> None:
-    said = refusal(made("/usr/bin/python3.10-gone"), "", "--log", "/nowhere/log.json")
+    said = refusal(without_python(made), "", "--log", "/nowhere/log.json")
     assert said.count("\n") == 1 and "which is missing" in said
 
 
 def test_settings_without_a_python_are_told_too(made: MakeBench) -> None:
-    bench = made("/usr/bin/python3.10-gone")
+    bench = without_python(made)
     bench.settings.write_text("")
     assert "which is missing" in refusal(bench, "")
 

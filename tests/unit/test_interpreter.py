@@ -36,6 +36,17 @@ def test_links_are_followed_and_the_path_without_them_is_recorded(host: FakeHost
     assert (found.path, found.deployed, found.fault) == (USUAL, "/usr/bin/python3", "")
 
 
+def test_the_distributions_new_python_stands_in_for_the_one_that_it_replaced(host: FakeHost) -> None:
+    """And for no other: where python3 leads to an older one, or to none that will do, nothing starts."""
+    gone = gather_interpreter(host, "/usr/bin/python3.8")
+    assert (gone.path, gone.fault, gone.replaced) == (USUAL, MISSING, True)
+    other = another(host, f"/opt/py/{PYTHON}")
+    host.path("/usr/bin/python3").unlink()
+    host.path("/usr/bin/python3").symlink_to(other)
+    os.chown(host.path(other), 1000, 0)
+    assert not gather_interpreter(host, "/usr/bin/python3.8").replaced
+
+
 def staff_may_write(host: FakeHost) -> None:
     """As Debian 12 has /usr/local."""
     os.chown(host.path("/opt/py"), 0, 50)

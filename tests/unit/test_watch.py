@@ -77,7 +77,7 @@ def test_the_timer_is_installed_once_and_started(host: DoctorHost) -> None:
     assert "OnCalendar=daily\nRandomizedDelaySec=2h\n" in (host.read_text(TIMER_FILE) or "")
     service = host.read_text(SERVICE_FILE) or ""
     assert "TimeoutStartSec=30min" in service
-    assert f"ExecStart={gather(host).interpreter.path} -I {PROGRAM} watch\n" in service
+    assert f"' {gather(host).interpreter.path} -I {PROGRAM} watch\n" in service
     assert {path: status.mode for path in (*TEXTS, PROGRAM) if (status := host.status(path))} == {
         SERVICE_FILE: 0o644, TIMER_FILE: 0o644, STORED: 0o600, PROGRAM: 0o644,
     }  # fmt: skip
