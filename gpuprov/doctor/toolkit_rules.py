@@ -109,7 +109,8 @@ def runtime_files_missing(x: HostSnapshot) -> Seen | None:
     if all(x.host.files[path].content == content for path, _, content in change.files if path in x.host.files):
         what = "the byte code of gpuprov's container runtime is out of date: containers start slower"
         return Seen(LIBRARY_PATH, meaning=what, confidence=WARNING)
-    return _another_version(x)
+    # Another Python alone makes the programs differ; python-missing and python-unfit tell that.
+    return None if x.host.interpreter.fault else _another_version(x)
 
 
 def _another_version(x: HostSnapshot) -> Seen:

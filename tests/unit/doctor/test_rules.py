@@ -24,6 +24,7 @@ from gpuprov.doctor.suggested_commands import (
 )
 from gpuprov.engines.docker_unit import DockerUnit
 from gpuprov.facts.driver import ENVIRONMENT, HidingLibrary, without_preload
+from gpuprov.facts.interpreter import MISSING, Interpreter
 from gpuprov.facts.kernels import InstalledKernel
 from gpuprov.machine.machine import OperatingSystem
 from gpuprov.machine.pci import PciGpu
@@ -191,6 +192,13 @@ def test_the_trouble_comes_first(x: HostSnapshot, row: Row) -> None:
     assert row.evidence in finding.evidence
     assert row.step in finding.next_step
     assert finding.confidence == row.confidence
+
+
+def test_another_python_is_no_other_build(x: HostSnapshot) -> None:
+    """The programs that name it differ, and that is all."""
+    other = Interpreter("/usr/bin/python3.13", deployed="/usr/bin/python3.11", fault=MISSING, replaced=True)
+    causes = diagnose(replace(x, host=replace(x.host, interpreter=other)))
+    assert [cause.rule.name for cause in causes] == ["python-missing"]
 
 
 @pytest.mark.parametrize(("rule", "change", "root"), CONSEQUENCES, ids=[row[0] for row in CONSEQUENCES])
