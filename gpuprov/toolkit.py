@@ -114,8 +114,7 @@ def plan_runtime(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     wanted = {path for path, _, _ in files}
     # A module of an older version that this one lacks would otherwise stay importable.
     stale = tuple(path for path in facts.files if path.startswith(f"{_HOOK_DIRECTORY}/") and path not in wanted)
-    found = ((facts.files.get(path), mode, content) for path, mode, content in files)
-    current = all(there is not None and there.is_roots(content, mode) for there, mode, content in found)
+    current = all(facts.is_roots(path, content, mode) for path, mode, content in files)
     # Engines of other users start it too.
     opened = (SetMode(path, mode | 0o555) for path, mode in facts.runtime_modes.items() if mode & 0o555 != 0o555)
     current = current and not stale and facts.bytecode_current
@@ -236,11 +235,7 @@ def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
     # Unknown until the driver and its nodes exist.
     if driver.plan() or missing_nodes(facts.driver):
         return (*opening, WriteCdiSpecification(None))
-    others = tuple(
-        (path, content)
-        for path, content in facts.other_specifications.items()
-        if (file := facts.files.get(path)) is None or not file.is_roots(content)
-    )
+    others = tuple(one for one in facts.other_specifications.items() if not facts.is_roots(*one))
     found = facts.files.get(CDI_SPECIFICATION)
     if found is not None and found.is_roots(found.content) and not difference(found.content, facts.driver):
         return (*opening, WriteCdiSpecification(found.content, others)) if others else opening

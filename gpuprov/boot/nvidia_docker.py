@@ -43,8 +43,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     if not facts.interpreter.path:
         return ()
     content = _TEXT.format(python=facts.interpreter.path, stand_in=STAND_IN, program=PROGRAM, path=PATH).encode()
-    current = found is not None and found.is_roots(content, _MODE)
-    return () if current else (InstallNvidiaDocker(PATH, content, _MODE),)
+    return () if facts.is_roots(PATH, content, _MODE) else (InstallNvidiaDocker(PATH, content, _MODE),)
 
 
 def warning(facts: HostFacts, spec: HostSpec) -> str:

@@ -63,11 +63,7 @@ def packages(driver: DriverSource) -> tuple[str, ...]:
 def plan(driver: DriverSource) -> tuple[Change, ...]:
     """Return the change that installs what is missing and removes what is obsolete; empty if nothing is."""
     facts, wanted = driver.facts, _wanted(driver)
-    wrong = tuple(
-        (path, content)
-        for path, content in wanted.items()
-        if (found := facts.files.get(path)) is None or not found.is_roots(content)
-    )
+    wrong = tuple(one for one in wanted.items() if not facts.is_roots(*one))
     units = tuple(name for name in boot.STARTED if f"{boot.UNITS}/{name}" in wanted)
     links = tuple(name for name in units if facts.boot.enabled.get(f"{boot.WANTS}/{name}") != f"{boot.UNITS}/{name}")
     # A restart of MPS ends the programs that it serves.

@@ -156,6 +156,10 @@ class HostFacts:
         """The package manager that was found, else the distribution's."""
         return manager_of(self.distribution, self.packages.manager)
 
+    def is_roots(self, path: str, content: bytes, mode: int = 0o644) -> bool:
+        """Say whether root owns the file at this path, and it has this content and mode."""
+        return path in self.files and self.files[path].is_roots(content, mode)
+
     def write(self, path: str, content: bytes, mode: int = 0o644) -> tuple[WriteFile, ...]:
         """Return the change that writes a file; nothing if it is there with this content and mode."""
         there = self.files.get(path)

@@ -56,6 +56,8 @@ class Facts:
     cdi_folder_mode: int | None = 0o755
     runtime_modes: Mapping[str, int] = field(default_factory=dict)
 
+    is_roots = HostFacts.is_roots
+
 
 def facts(files: Mapping[str, FileFact] | None = None, **more: Any) -> HostFacts:
     return cast(HostFacts, Facts(files or {}, **{"other_specifications": {}, **more}))
