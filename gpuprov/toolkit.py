@@ -12,20 +12,8 @@ from typing import ClassVar
 from gpuprov.cdi.discover import ask_nvml, discover, missing_nodes
 from gpuprov.cdi.generate import OTHER_PATHS, PATH, difference, in_short, other_specifications, specification, updated
 from gpuprov.cdi.specification import render_json
-from gpuprov.core.changes import (
-    Change,
-    Json,
-    Jsons,
-    MakeNode,
-    SetMode,
-    Tell,
-    capture_path,
-    file_diff,
-    parent_of,
-    restore_path,
-    restore_paths,
-    write_files,
-)
+from gpuprov.core import changes
+from gpuprov.core.changes import Change, Json, Jsons, MakeNode, SetMode, Tell, parent_of
 from gpuprov.core.system import System
 from gpuprov.driver.source import DriverSource
 from gpuprov.engines.known import NVIDIA_RUNTIME, RuntimeEntry
@@ -90,7 +78,7 @@ class HandOverHook(Change):
         return f"let NVIDIA's package replace {deploy.NVIDIA_HOOK_PATH}"
 
     def capture(self, system: System) -> Json:
-        return capture_path(system, deploy.NVIDIA_HOOK_PATH)
+        return changes.capture_path(system, deploy.NVIDIA_HOOK_PATH)
 
     def apply(self, system: System, tell: Tell) -> None:
         """Do nothing: the package manager replaces it at once; until then, containers that need it find it."""
@@ -98,7 +86,7 @@ class HandOverHook(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         if system.status(before["path"]) is None:
-            restore_path(system, before)
+            changes.restore_path(system, before)
 
 
 # -- `gpuprov_toolkit: bundled`, gpuprov's own runtime and hook ------------------------------------------------------
@@ -153,13 +141,13 @@ class InstallRuntime(Change):
         cache = f"{_HOOK_DIRECTORY}/__pycache__"
         compiled = [f"{cache}/{name}" for name in system.list_directory(cache)]
         paths = [*(path for path, _, _ in self.files), *self.stale, *compiled]
-        return {"files": [capture_path(system, path) for path in paths]}
+        return {"files": [changes.capture_path(system, path) for path in paths]}
 
     def apply(self, system: System, tell: Tell) -> None:
         # Programs come last, the launcher behind the hooks: none must start a partial installation.
         files = sorted(self.files, key=lambda file: _program_rank(file[0]))
         replaces = system.exists(deploy.LAUNCHER_PATH)
-        write_files(system, ((path, content, mode) for path, mode, content in files))
+        changes.write_files(system, ((path, content, mode) for path, mode, content in files))
         # Only then: the launcher of the older version may have named them, and their byte code.
         if replaces:
             system.sleep(_START_SECONDS)
@@ -178,7 +166,7 @@ class InstallRuntime(Change):
         signs = {image["path"]: -1 if image["kind"] == "missing" else 1 for image in before["files"]}
         for image in sorted(before["files"], key=lambda one: signs[one["path"]] * _program_rank(one["path"])):
             if image["path"] not in skipped:
-                restore_path(system, image)
+                changes.restore_path(system, image)
         # The programs of the newer version have their byte code until the last container that they start has begun.
         newer = [name for name in system.list_directory(cache) if f"{cache}/{name}" not in kept]
         if newer:
@@ -210,9 +198,9 @@ def settings_fault(system: System) -> str:
     return fault.replace(f"{root}/", "/") if root else fault
 
 
-def settings_problems(system: System, changes: Iterable[Change]) -> tuple[Problem, ...]:
+def settings_problems(system: System, planned: Iterable[Change]) -> tuple[Problem, ...]:
     """Return the problem of a runtime that would refuse all GPUs once these changes have installed it."""
-    fault = settings_fault(system) if any(isinstance(one, InstallRuntime) for one in changes) else ""
+    fault = settings_fault(system) if any(isinstance(one, InstallRuntime) for one in planned) else ""
     what = "the container runtime can't read its settings: containers with GPUs would not start"
     step = "correct that file, or move it away; after a downgrade, use the newer gpuprov again"
     return (Problem(what, fault, step),) if fault else ()
@@ -259,7 +247,7 @@ def _write(system: System) -> None:
     # Devices that come with a driver (NVSwitches) exist only now; NVML is queried only now, too, because it initialises
     # GPUs: seconds for each without a persistent client.
     found = {CDI_SPECIFICATION: _now(system), **other_specifications(system)}
-    write_files(system, ((path, content, _MODE) for path, content in found.items()))
+    changes.write_files(system, ((path, content, _MODE) for path, content in found.items()))
 
 
 @dataclass(frozen=True)
@@ -284,7 +272,7 @@ class WriteCdiSpecification(Change):
 
     def diff(self, system: System) -> str:
         files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
-        diffs = (file_diff(system, path, content, _MODE) for path, content in files)
+        diffs = (changes.file_diff(system, path, content, _MODE) for path, content in files)
         return "\n".join(one for one in diffs if one)
 
     def diff_in_short(self, system: System) -> str:
@@ -295,7 +283,7 @@ class WriteCdiSpecification(Change):
         return "\n".join(texts) if all(texts) else ""
 
     def capture(self, system: System) -> Json:
-        return {"files": [capture_path(system, path) for path in (CDI_SPECIFICATION, *OTHER_PATHS)]}
+        return {"files": [changes.capture_path(system, path) for path in (CDI_SPECIFICATION, *OTHER_PATHS)]}
 
     def apply(self, system: System, tell: Tell) -> None:
         _write(system)
@@ -303,4 +291,4 @@ class WriteCdiSpecification(Change):
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         # Journals of earlier versions hold one file only.
-        restore_paths(system, before.get("files", [before]))
+        changes.restore_paths(system, before.get("files", [before]))
