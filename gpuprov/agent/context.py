@@ -15,12 +15,10 @@ from gpuprov.machine.pci import gather_gpus
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Level, Note, Sink
-from gpuprov.protocol.request import Request
+from gpuprov.protocol.request import CHANGING, Request
 from gpuprov.protocol.spec import IMAGE, HostSpec
 
 StopRequested = Callable[[], bool]
-# Read-only commands may look at the devices of the machine that they run on.
-_CHANGING = ("install", "rollback", "uninstall")
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,8 @@ def for_target(run: RunContext) -> RunContext:
 
     Raises GpuprovError if the machine is to become an image but shows signs of use.
     """
-    if run.spec.target != IMAGE or (run.request.command not in _CHANGING and run.system.exists(BOOTED)):
+    # Read-only commands may look at the devices of the machine that they run on.
+    if run.spec.target != IMAGE or (run.request.command not in CHANGING and run.system.exists(BOOTED)):
         return run
     signs = () if run.spec.image_force or run.request.command != "install" else _signs_of_use(run.system)
     if signs:

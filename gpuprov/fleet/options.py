@@ -17,7 +17,7 @@ import click
 from gpuprov import __version__
 from gpuprov.protocol.dataclass import dataclass, field, fields
 from gpuprov.protocol.errors import UsageError
-from gpuprov.protocol.request import MOST_MINUTES
+from gpuprov.protocol.request import CHANGING, MOST_MINUTES
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _OPTION = "option"
@@ -75,7 +75,6 @@ def _option(flags: str, help: str, commands: tuple[str, ...] = (), *, default: A
 
 _flag = functools.partial(_option, is_flag=True)
 _seconds = functools.partial(_option, metavar="SECONDS")
-_CHANGING = ("install", "rollback", "uninstall")
 _PASSWORDS = (
     click.option("--ask-pass", "-k", is_flag=True, help="Ask for the SSH password."),
     click.option("--ask-become-pass", "-K", is_flag=True, help="Ask for the sudo password."),
@@ -111,16 +110,16 @@ class RunOptions:
     extra_vars: tuple[str, ...] = _option(
         "--extra-vars -e", "key=value, JSON or @file.yml; wins over the inventory.",
         # `cuda` has another -e: docker run's.
-        (*_CHANGING, "verify", "doctor", "health", "accept", "facts"), metavar="VAR", multiple=True,
+        (*CHANGING, "verify", "doctor", "health", "accept", "facts"), metavar="VAR", multiple=True,
     )  # fmt: skip
     vault_password_file: str = _option("--vault-password-file", "The password of encrypted variables.", type=FILE)
-    image: bool = _flag("--image", "Treat this machine's disk as an image; no GPU is needed.", _CHANGING)
+    image: bool = _flag("--image", "Treat this machine's disk as an image; no GPU is needed.", CHANGING)
     root: str = _option(
         "--root", "Work in an image's root file system, mounted at DIR; implies --image.",
-        (*_CHANGING, "verify", "doctor"), type=FOLDER, metavar="DIR",
+        (*CHANGING, "verify", "doctor"), type=FOLDER, metavar="DIR",
     )  # fmt: skip
-    check: bool = _flag("--check -C --dry-run", "Show what would change; change nothing.", (*_CHANGING, "doctor"))
-    diff: bool = _flag("--diff -D", "Show the changes to files; with -v in full.", (*_CHANGING, "doctor"))
+    check: bool = _flag("--check -C --dry-run", "Show what would change; change nothing.", (*CHANGING, "doctor"))
+    diff: bool = _flag("--diff -D", "Show the changes to files; with -v in full.", (*CHANGING, "doctor"))
     fix: bool = _flag("--fix", "Fix what gpuprov can fix, then check again.", ("doctor",))
     allow: str = _option(
         "--allow", "With --fix: what a GPU's repair may do to this host.", ("doctor",), metavar="reset,reboot"
@@ -155,7 +154,7 @@ class RunOptions:
     )
     window: str = _option(
         "--window", "Begin no host outside of it: 'Sat 02:00-06:00', 'Mon-Fri 22:00-04:00 Europe/Berlin'.",
-        (*_CHANGING, "doctor"),
+        (*CHANGING, "doctor"),
         metavar="DAYS TIMES [ZONE]",
     )  # fmt: skip
     rollback_on_failure: bool = _flag(
@@ -163,14 +162,14 @@ class RunOptions:
     )
     before_host: str = _option(
         "--before-host", "Run this here, without a shell, before a change that stops containers: "
-        "'kubectl drain {host}'.", (*_CHANGING, "doctor"), metavar="COMMAND",
+        "'kubectl drain {host}'.", (*CHANGING, "doctor"), metavar="COMMAND",
     )  # fmt: skip
     after_host: str = _option(
         "--after-host", "Run this once a drained host is verified: 'kubectl uncordon {host}'.",
         ("install", "rollback", "doctor"), metavar="COMMAND",
     )  # fmt: skip
     host_command_timeout: float = _seconds(
-        "--host-command-timeout", "Time limit of each of these two commands.", (*_CHANGING, "doctor"),
+        "--host-command-timeout", "Time limit of each of these two commands.", (*CHANGING, "doctor"),
         type=click.FloatRange(0.1), default=1800.0,
     )  # fmt: skip
     # Longer than the longest command on a host may be quiet (packages/apt_changes.py: 3900).

@@ -31,7 +31,7 @@ from gpuprov.fleet.ssh import close, connected, wait_for_boot
 from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem, UsageError
 from gpuprov.protocol.events import ChangeStarted, Finished, Kept, Note, Sink
-from gpuprov.protocol.request import Request
+from gpuprov.protocol.request import CHANGING, Request
 from gpuprov.protocol.secrets import secret_free
 from gpuprov.protocol.spec import spec_to_json
 from gpuprov.protocol.words import counted
@@ -334,7 +334,7 @@ class Fleet:
     @contextlib.contextmanager
     def _recorded(self, batches: Sequence[Batch], request: Request) -> Iterator[None]:
         """Record who is drained, and take over what earlier runs over the same inventory left drained."""
-        if request.command not in ("install", "rollback", "uninstall") and not request.fix:
+        if request.command not in CHANGING and not request.fix:
             yield
             return
         inventory = tuple(one if "," in one else str(Path(one).resolve()) for one in self.options.hosts)

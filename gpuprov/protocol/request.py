@@ -9,6 +9,7 @@ from gpuprov.protocol.errors import UsageError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
 COMMANDS = ("install", "verify", "health", "accept", "facts", "doctor", "cuda", "rollback", "uninstall")
+CHANGING = ("install", "rollback", "uninstall")
 # Of `accept`: below the time after which a silent host is given up.
 MOST_MINUTES = 60
 
@@ -57,7 +58,7 @@ class Request:
     @property
     def changes_the_host(self) -> bool:
         """Say whether two such requests, at once or one after the other, would interfere."""
-        changing = self.command in ("install", "rollback", "uninstall") or (self.command == "doctor" and self.fix)
+        changing = self.command in CHANGING or (self.command == "doctor" and self.fix)
         return changing and not self.check
 
 
