@@ -18,6 +18,7 @@ from gpuprov.driver.run_files import INCOMPLETE_MARK, UNPACK, FetchRunfile, loca
 from gpuprov.driver.running_driver import Unloading, start_again, start_all_again, unload
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.boot import IN_USE_MARK
+from gpuprov.facts.driver import INSTALLER_LOG
 from gpuprov.machine.distros import distribution_of
 from gpuprov.machine.machine import gather_os
 from gpuprov.packages.managers import manager_of
@@ -25,7 +26,6 @@ from gpuprov.protocol.dataclass import asdict, dataclass, fields, replace
 from gpuprov.protocol.errors import GpuprovError, Problem
 from gpuprov.protocol.tables import Tables
 
-INSTALLER_LOG = "/var/log/nvidia-installer.log"
 # The file that it writes before it stops because of nouveau.
 _INSTALLERS_BLACKLISTS = tuple(
     f"{folder}/nvidia-installer-disable-nouveau.conf" for folder in ("/etc/modprobe.d", "/usr/lib/modprobe.d")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Callable, Union
 
 from gpuprov.core.changes import Change, FileFact, RemoveFile, WriteFile
-from gpuprov.facts.host import HostFacts
+from gpuprov.facts.host import LOGINS, HostFacts
 from gpuprov.machine.distros import ExtraRepository, own_driver
 from gpuprov.packages import sources
 from gpuprov.packages.keys import RPM_KEYS, InstallKey, InstallRpmKey, armored, dearmored, fingerprints
@@ -25,7 +25,6 @@ from gpuprov.protocol.secrets import masked, split_login
 from gpuprov.protocol.spec import HostSpec, SiteRepository
 
 _KEYRINGS = "/etc/apt/keyrings"
-_LOGINS = "/etc/apt/auth.conf.d"
 _RPM_KEY = f"{RPM_KEYS}/RPM-GPG-KEY-{sources.OURS}"
 # Debian's name of an architecture, from `uname -m`.
 DEBIAN_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -74,7 +73,7 @@ class AptRepository:
         if not user:
             return (source,)
         login = f"machine {place} login {user} password {password}\n"
-        return (WriteFile(f"{_LOGINS}/{sources.OURS}{self.name}.conf", login.encode(), 0o600), source)
+        return (WriteFile(f"{LOGINS}/{sources.OURS}{self.name}.conf", login.encode(), 0o600), source)
 
     def key(self) -> Change:
         return InstallKey(self.key_path, self.key_url, self.key_fingerprint)
@@ -209,7 +208,7 @@ def plan(host: HostFacts, spec: HostSpec, extra: tuple[ExtraRepository, ...] = (
         changes += host.write(sources.COMPONENTS_PATH, components.encode())
         kept.add(sources.COMPONENTS_PATH)
     changes += [one for one in conflicts if isinstance(one, Change)]
-    places = tuple(f"{folder}/{sources.OURS}" for folder in (sources.SOURCES, _KEYRINGS, _LOGINS))
+    places = tuple(f"{folder}/{sources.OURS}" for folder in (sources.SOURCES, _KEYRINGS, LOGINS))
     if isinstance(host.package_manager, RpmManager):
         places = (f"{host.package_manager.repository_directory}/{sources.OURS}", _RPM_KEY)
     old = (path for path in host.files if path.startswith(places) and path not in kept)

@@ -23,8 +23,10 @@ from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.driver import run_files
 from gpuprov.engines.containers import stop_command
+from gpuprov.engines.docker_change import RUNTIME
 from gpuprov.engines.docker_unit import failure
 from gpuprov.facts.boot import MANAGED, PROGRAM, gather_reboot, is_ours
+from gpuprov.facts.driver import INSTALLER_LOG
 from gpuprov.packages.interface import require_answer
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.dataclass import dataclass, field
@@ -34,7 +36,6 @@ from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, LIBRARY_PATH
 from gpuprov.toolkit import follow_driver
 
-_RUNTIME = "nvidia"
 _NOTHING = {"rollback": "there is no run to roll back", "uninstall": "there is nothing of gpuprov on this host"}
 # The container runtime's state; the log of internal errors; MPS' logs, in a folder that systemd makes for its unit.
 _OWN = ("/run/gpuprov", "/var/log/gpuprov.log", "/var/log/gpuprov-mps")
@@ -47,7 +48,7 @@ _USES = {
 _STOPPED = ("--all", "--filter", "status=exited", "--filter", "status=created")
 # Where an uninstall moves the journals before it removes them.
 _REMOVED = f"{STATE_DIRECTORY}/removed"
-_DRIVER_LOGS = ("/var/log/nvidia-installer.log", "/var/log/nvidia-uninstall.log")
+_DRIVER_LOGS = (INSTALLER_LOG, "/var/log/nvidia-uninstall.log")
 _LINKS = "/dev/char"
 # Identifies links made by the runtime: links of nvidia-ctk are absolute, and udev makes none for these nodes.
 _OUR_LINK = "../nvidia"
@@ -225,12 +226,12 @@ def _orphans(system: System, runs: tuple[Run, ...]) -> Iterator[Problem]:
 def _container_problems(system: System) -> Iterator[Problem]:
     for engine in _USES:
         rows = sorted(_containers(system, engine), key=lambda row: row[3])
-        by_runtime = [name for runtime, *_, name in rows if runtime == _RUNTIME]
+        by_runtime = [name for runtime, *_, name in rows if runtime == RUNTIME]
         # With `--gpus` or CDI.
         restarted = {name: policy for runtime, policy, requests, name in rows
-                     if runtime != _RUNTIME and policy not in ("no", "-") and requests == "gpus"}  # fmt: skip
+                     if runtime != RUNTIME and policy not in ("no", "-") and requests == "gpus"}  # fmt: skip
         if by_runtime:
-            what = f"containers still run with runtime {_RUNTIME}; without it {engine} could not end them properly"
+            what = f"containers still run with runtime {RUNTIME}; without it {engine} could not end them properly"
             seen = f"{engine} ps: {', '.join(by_runtime)}"
             yield Problem(what, seen, f"{stop_command(by_runtime, engine)}, then run the same command again")
         if restarted:
@@ -275,7 +276,7 @@ def _stopped(system: System, runs: tuple[Run, ...]) -> Iterator[str]:
     """Yield a sentence for each engine whose stopped containers need what these runs installed."""
     for engine in _USES if runs else ():
         rows = _containers(system, engine, *_STOPPED)
-        names = sorted(name for runtime, _, requests, name in rows if runtime == _RUNTIME or requests == "gpus")
+        names = sorted(name for runtime, _, requests, name in rows if runtime == RUNTIME or requests == "gpus")
         if names:
             yield f"stopped containers with GPUs can't start again without gpuprov: {', '.join(names)} ({engine})"
 

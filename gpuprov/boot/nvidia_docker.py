@@ -7,12 +7,12 @@ from gpuprov.core.system import System
 from gpuprov.facts.boot import PROGRAM
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.leftovers import NVIDIA_DOCKER as PATH
+from gpuprov.packages.retired import WRAPPERS
 from gpuprov.protocol.dataclass import dataclass
 from gpuprov.protocol.spec import HostSpec
 from gpuprov.runtime_hook.deploy import STAND_IN
 
 _MODE = 0o755
-_PACKAGES = ("nvidia-docker2", "nvidia-docker")
 _MARK = b"# gpuprov's nvidia-docker:"
 # -I -S: the caller's environment, folder and home do not affect imports. `-c` instead of the zip file itself, whose
 # start imports more than needed.
@@ -51,7 +51,7 @@ def warning(facts: HostFacts, spec: HostSpec) -> str:
     found = facts.files.get(PATH)
     if not spec.nvidia_docker or found is None or is_ours(found.content):
         return ""
-    package = next((name for name in _PACKAGES if name in facts.packages.installed), "")
+    package = next((name for name in WRAPPERS if name in facts.packages.installed), "")
     whose = f"belongs to the package {package}" if package else "is not gpuprov's"
     remedy = f"remove {package or 'it'}"
     return f"{PATH} {whose}: gpuprov keeps it and installs no other (to get gpuprov's: {remedy}, then install again)"

@@ -48,7 +48,7 @@ _WATCHED = {
     "power": (r"(?:gpu_)?power_readings/(?:instant_|average_)?power_draw", "W"),
 }  # fmt: skip
 _FIGURE = re.compile(r"\d{1,18}(?:\.\d+)?")
-_SPEEDS = ("to_device", "from_device", "within", "memory", "rate")
+SPEEDS = ("to_device", "from_device", "within", "memory", "rate")
 PEER = "peer "
 
 
@@ -320,7 +320,7 @@ def _figures(lines: Iterable[Printed], uuids: set[str]) -> dict[str, float]:
     figures: dict[str, float] = {}
     for one in lines:
         if one.ok and one.error is None:
-            figures.update({name: getattr(one, name) for name in _SPEEDS if getattr(one, name)})
+            figures.update({name: getattr(one, name) for name in SPEEDS if getattr(one, name)})
             figures.update({f"{PEER}{uuid}": speed for uuid, speed in one.peers.items() if uuid in uuids})
     return figures
 
@@ -328,6 +328,6 @@ def _figures(lines: Iterable[Printed], uuids: set[str]) -> dict[str, float]:
 def shown_figures(figures: Mapping[str, float]) -> str:
     """Return the figures of a GPU for a table; of its peers the slowest."""
     peers = [speed for name, speed in figures.items() if name.startswith(PEER)]
-    speeds = {**{name: figures.get(name) for name in _SPEEDS[:3]}, "peer": min(peers, default=None)}
+    speeds = {**{name: figures.get(name) for name in SPEEDS[:3]}, "peer": min(peers, default=None)}
     shown = [f"{name} {speed / 1e9:.1f} GB/s" for name, speed in speeds.items() if speed]
     return ", ".join((*shown, *(f"{figures[name]:.0f} {one[1]}" for name, one in _WATCHED.items() if name in figures)))

@@ -23,6 +23,7 @@ from gpuprov.checks.outcome import Checks, Failed, Skipped, Values
 from gpuprov.core.commands import NOT_EXECUTABLE, NOT_FOUND, Completed
 from gpuprov.core.system import System
 from gpuprov.facts.host import recorded_python
+from gpuprov.facts.interpreter import ALONE
 from gpuprov.protocol.codec import Line, Name, WrongDataError, load, parse
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import GpuprovError
@@ -36,7 +37,6 @@ _WAIT, _WAITING = (("sh", "-c", "read line"), ("python3", "-c", "input()")), ("-
 _NO_PROGRAM = re.compile("not found|no such file|permission denied", re.IGNORECASE)
 DIVIDED = "Enabled"  # a GPU with MIG counts otherwise
 KERNEL, OWN = "kernel", "own"
-ALONE = ("-I", "-S", "-E", "-B")
 _PARTS_SECONDS = 20
 _ASK_PARTS = "import os, _ctypes; print(os.path.realpath(os.path.dirname(os.__file__))); print(_ctypes.__file__)"
 _LONGEST_WORD = 200

@@ -10,13 +10,12 @@ from gpuprov.doctor.finding import CERTAIN, LIKELY, STEPS, UNITS, WARNING, Remed
 from gpuprov.doctor.rules import Seen, conditions, seen_of
 from gpuprov.doctor.snapshot import HostSnapshot, find_in_log, lines_in_log
 from gpuprov.engines import docker as engine
+from gpuprov.engines.docker_change import RUNTIME
 from gpuprov.engines.docker_config import parse_config
-from gpuprov.engines.docker_unit import PID_FILE, decisive_lines, flag_values, listens_at
+from gpuprov.engines.docker_unit import PID_FILE, UNIT, decisive_lines, flag_values, listens_at
 from gpuprov.protocol.errors import Problem
 from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH, is_ours
 
-_RUNTIME = "nvidia"
-_UNIT = "docker.service"
 _CONTAINERD = "containerd.service"
 _FLAGS_TWICE = "specified both as a flag and in the configuration file"
 _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
@@ -27,7 +26,7 @@ conditions({
     "docker-masked": lambda x: (unit := x.host.docker.unit).load == "masked" and not (unit.is_foreign and in_daemon(x))
         and seen_of(engine.restart_problem(unit) or engine.MASKED),
     "docker-unit-changed": lambda x: x.host.docker.active and x.host.docker.unit.is_outdated
-        and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (_UNIT,)),), commands.restart_docker(x)),
+        and seen_of(engine.outdated(x.host.docker), CERTAIN, (Remedy(UNITS, (UNIT,)),), commands.restart_docker(x)),
     # A containerd that is an engine of its own has the rule engine-down.
     "docker-containerd-down": lambda x: (unit := x.units.get(_CONTAINERD)) is not None and x.host.docker.installed
         and unit.load == "loaded" and "containerd" not in x.spec.engines
@@ -43,7 +42,7 @@ conditions({
     "docker-snap": lambda x: x.host.docker.snap
         and seen_of(engine.FROM_SNAP, next_step=f"snap remove docker; {commands.gpuprov_install(x)}"),
     "docker-unreachable": lambda x: x.host.docker.installed and not x.host.docker.active
-        and (unit := x.units.get(_UNIT)) is not None and unit.active == "active"
+        and (unit := x.units.get(UNIT)) is not None and unit.active == "active"
         and seen_of(engine.unreachable(x.host.docker), LIKELY),
     # Of several drop-ins the last one counts.
     "hook-not-on-path": lambda x: (paths := re.findall(r"(?m)^Environment=.*\bPATH=([^\s\"]+)", x.docker_unit))
@@ -61,13 +60,13 @@ conditions({
 
 def in_file(x: HostSnapshot) -> str:
     """Return the path of runtime nvidia in daemon.json, "" if it is not registered."""
-    entry = (x.host.docker.config.get("runtimes") or {}).get(_RUNTIME)
+    entry = (x.host.docker.config.get("runtimes") or {}).get(RUNTIME)
     return str(entry.get("path") or "") if isinstance(entry, dict) else ""
 
 
 def in_daemon(x: HostSnapshot) -> str:
     """Return the path of runtime nvidia in the running docker, "" if it is not registered."""
-    return (x.host.docker.runtimes or {}).get(_RUNTIME, "")
+    return (x.host.docker.runtimes or {}).get(RUNTIME, "")
 
 
 def _line_of(x: HostSnapshot, word: str) -> str:
@@ -143,11 +142,11 @@ def docker_flags_twice(x: HostSnapshot) -> Seen | None:
 
 
 def docker_disabled(x: HostSnapshot) -> Seen | None:
-    unit, docker = x.units.get(_UNIT), x.host.docker
+    unit, docker = x.units.get(UNIT), x.host.docker
     is_off = unit is not None and unit.load == "loaded" and unit.enabled == "disabled" and unit.active != "failed"
     if not docker.installed or not is_off or unit is None or docker.unit.name != "docker":
         return None
-    seen, step, what = f"systemctl show {_UNIT}: {unit.enabled}, {unit.active}", f"systemctl enable {_UNIT}", ""
+    seen, step, what = f"systemctl show {UNIT}: {unit.enabled}, {unit.active}", f"systemctl enable {UNIT}", ""
     if docker.unit.on_demand:
         what = "docker is disabled: after a boot nothing runs until docker.socket starts it"
     elif docker.active or unit.active == "active":
@@ -156,11 +155,11 @@ def docker_disabled(x: HostSnapshot) -> Seen | None:
 
 
 def docker_down(x: HostSnapshot) -> Seen | None:
-    docker, unit = x.host.docker, x.units.get(_UNIT)
+    docker, unit = x.host.docker, x.units.get(UNIT)
     if not docker.installed or docker.active or (unit is not None and unit.active == "active"):
         return None
     said = decisive_lines("\n".join(x.docker_log)).splitlines()
-    state = f"systemctl show {_UNIT}: {unit.active}, {unit.result}" if unit else docker.error
+    state = f"systemctl show {UNIT}: {unit.active}, {unit.result}" if unit else docker.error
     reason = re.sub(r'.*?msg="([^"]+)".*', r": \1", f": {said[-1]}")[:202] if said else ""
     # Without systemd it is unknown whether docker runs.
     refused = [one.evidence for one in (engine.restart_problem(docker.unit),) if one is not None]
@@ -193,7 +192,7 @@ def runtime_unregistered(x: HostSnapshot) -> Seen | None:
 
 def runtime_unsaved(x: HostSnapshot) -> Seen | None:
     by_flag = "add-runtime" in x.docker_unit or "add-runtime" in x.texts.get("/etc/default/docker", "")
-    by_flag = by_flag or _RUNTIME in x.host.docker.unit.flag_runtimes
+    by_flag = by_flag or RUNTIME in x.host.docker.unit.flag_runtimes
     if not in_daemon(x) or in_file(x) or by_flag or _wrong(x):
         return None
     missing = f"{x.host.docker.config_path}: no runtimes.nvidia"
@@ -217,7 +216,7 @@ def default_runtime_unknown(x: HostSnapshot) -> Seen | None:
     config = x.host.docker.config
     name = str(config.get("default-runtime") or "")
     path = (x.host.docker.runtimes or {}).get(name, "")
-    if path in x.absent and name != _RUNTIME:
+    if path in x.absent and name != RUNTIME:
         what = f"no container starts without --runtime: the program of docker's default runtime {name} is missing"
         seen = f"{_line_of(x, name)}: default-runtime: {name}", f"ls {path}: No such file or directory"
         return Seen(*seen, meaning=what)
@@ -248,7 +247,7 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
     if (other := x.host.files.get(NVIDIA_HOOK_PATH)) and not is_ours(other.content):  # so it stays
         again = f"rm {NVIDIA_HOOK_PATH}; {commands.gpuprov_install(x)}"
         return Seen(seen, f"{NVIDIA_HOOK_PATH} is there, and no program", again=again, remedies=())
-    remedies = (Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (_UNIT,)))
+    remedies = (Remedy(STEPS, ("toolkit",)), Remedy(UNITS, (UNIT,)))
     return Seen(seen, again=commands.gpuprov_install(x), remedies=remedies)
 
 

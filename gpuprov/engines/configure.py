@@ -18,11 +18,11 @@ from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.runtime_hook import deploy
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
+from gpuprov.runtime_hook.settings import FOLDERS
 
 # Where NVIDIA's tool writes; CRI-O reads every file of the folder, so both would count.
 _OTHERS_CRIO_DROP_IN = "/etc/crio/crio.conf.d/99-nvidia.toml"
 HOOK_FILE = "/usr/share/containers/oci/hooks.d/oci-nvidia-hook.json"
-_PATH = ("/usr/local/sbin", "/usr/local/bin", "/usr/sbin", "/usr/bin", "/sbin", "/bin")
 
 
 def configuration(system: Reader, request: ConfigureRequest) -> Configuration:
@@ -84,7 +84,7 @@ def write(system: System, edits: tuple[FileEdit, ...]) -> None:
 def _hook_json(program: str) -> bytes:
     """Return the OCI hook for podman's and CRI-O's hooks.d (oci-hooks(5)), as nvidia-ctk writes it."""
     folder, _, name = program.rpartition("/")
-    search = _PATH if folder in _PATH else (*_PATH, folder)
+    search = FOLDERS if folder in FOLDERS else (*FOLDERS, folder)
     hook = {
         "version": "1.0.0",
         "hook": {"path": program, "args": [name, "prestart"], "env": [f"PATH={':'.join(search)}"]},

@@ -243,7 +243,7 @@ def version_in(system: System, folder: str) -> str:
     return str(json_at(system.read_text(f"{folder}/version.json") or "", "cuda", "version") or "")
 
 
-_INSTALLER_LOG = "/var/log/nvidia-installer.log"
+INSTALLER_LOG = "/var/log/nvidia-installer.log"
 _APT_HISTORY = "/var/log/apt/history.log"
 _LOGS = {"/var/log/dpkg.log": "dpkg", "/var/log/dnf.rpm.log": "dnf", "/var/log/zypp/history": "zypper"}
 # dpkg: `upgrade NAME OLD NEW`; dnf: `SUBDEBUG Upgrade: NEW`, then `Upgraded: OLD`; zypper: `|install|NAME|VERSION|`.
@@ -279,7 +279,7 @@ def since(system: System, version: str) -> str:
             by = "apt" if _LOGS[path] == "dpkg" and system.exists(_APT_HISTORY) else _LOGS[path]
             did = "upgraded" if "pgrade" in text else "installed"
             return f" since {by} {did} them ({when[1]} {when[2]})"
-    log = system.read_text(_INSTALLER_LOG) or ""
+    log = system.read_text(INSTALLER_LOG) or ""
     created = re.search(r"^creation time: (.+)$", log, re.MULTILINE)
     if version and created and f"installer version: {version}\n" in log:
         return f" since NVIDIA's installer wrote them ({created[1].strip()})"

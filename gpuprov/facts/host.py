@@ -66,7 +66,7 @@ _MANAGED_DIRECTORIES = (
     "/etc/cdi", "/etc/gpuprov", *_RUNTIME_DIRECTORIES,
 )  # fmt: skip
 # Of logins (apt_auth.conf(5)), only gpuprov's are read.
-_LOGINS = "/etc/apt/auth.conf.d"
+LOGINS = "/etc/apt/auth.conf.d"
 _LARGEST_MANAGED_FILE = 4 << 20
 # Where an installation writes; often file systems of their own.
 _WRITTEN_PLACES = ("/etc", "/usr", "/var/lib", CACHE_DIRECTORY)
@@ -316,7 +316,7 @@ def driver_package(packages: PackageFacts) -> str:
 def gather_files(system: System) -> Mapping[str, FileFact]:
     """Return the files that plans examine."""
     listed = [f"{folder}/{name}" for folder in _MANAGED_DIRECTORIES for name in system.list_directory(folder)]
-    listed += [f"{_LOGINS}/{name}" for name in system.list_directory(_LOGINS) if name.startswith("gpuprov-")]
+    listed += [f"{LOGINS}/{name}" for name in system.list_directory(LOGINS) if name.startswith("gpuprov-")]
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)

@@ -25,7 +25,7 @@ MISSING = "it is missing"
 _CANDIDATES = (*(f"/usr/bin/{name}" for name in NAMES), PLATFORM_PYTHON)
 # The path stands unquoted in shell scripts and units.
 _PLAIN_PATH = re.compile(r"/[A-Za-z0-9_./+-]{1,200}")
-_ALONE = ("-I", "-S", "-E", "-B")
+ALONE = ("-I", "-S", "-E", "-B")
 _SECONDS = 20
 _FIRST_GROUP = 1000
 _ASK = (
@@ -90,7 +90,7 @@ def _examine(system: System, path: str) -> tuple[tuple[str, str], str]:
         return nothing, fault
     if not _PLAIN_PATH.fullmatch(path):
         return nothing, "its path has characters that scripts and units can't hold"
-    done = system.run((path, *_ALONE, "-c", _ASK), timeout=_SECONDS)
+    done = system.run((path, *ALONE, "-c", _ASK), timeout=_SECONDS)
     answer = re.fullmatch(r"(\d+)\.(\d+)\.(\d+) (\S+) (/.*)\n", done.stdout) if done.ok else None
     if answer is None:
         return nothing, f"it does not run: exit code {done.returncode}: {done.evidence(1).rpartition(chr(10))[2]}"
@@ -144,4 +144,4 @@ def compile_bytecode(system: System, python: Interpreter, folder: str) -> None:
 
 def _call(python: Interpreter, code: str, place: str) -> tuple[str, ...]:
     # The folder or the archive that holds this very gpuprov.
-    return (python.path, *_ALONE, "-c", code, place, str(Path(gpuprov.__file__).resolve().parent.parent))
+    return (python.path, *ALONE, "-c", code, place, str(Path(gpuprov.__file__).resolve().parent.parent))

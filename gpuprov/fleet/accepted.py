@@ -15,7 +15,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from gpuprov.agent.result import HostResult, machines
-from gpuprov.checks.accept import PEER
+from gpuprov.checks.accept import PEER, SPEEDS
 from gpuprov.checks.health import concluded
 from gpuprov.core.files import make_user_folder, write_whole
 from gpuprov.core.system import System
@@ -26,8 +26,6 @@ from gpuprov.protocol.events import GpuMeasured, HealthFound
 
 # An outlier is beyond both below the median, or beyond the share below its own last result.
 _SHARE, _DEVIATIONS, _LEAST = 0.05, 4, 3
-# Beside the speeds of peers and the site's own figures; a clock, heat or power is no result.
-_COMPARED = ("to_device", "from_device", "within", "memory", "rate")
 _SLOW = "accept-slow"
 
 
@@ -88,7 +86,7 @@ def side_by_side(results: Sequence[HostResult]) -> Iterator[tuple[str, tuple[str
             found = (one for one in result.health if one.rule == _SLOW and one.uuid == gpu.uuid)
             slow[gpu.model, result.host] += [f"GPU {one.gpu}: {one.what}" if one.gpu else one.what for one in found]
     for model, hosts in models.items():
-        names = dict.fromkeys((*_COMPARED, PEER.strip(), *(name for row in hosts.values() for name in row)))
+        names = dict.fromkeys((*SPEEDS, PEER.strip(), *(name for row in hosts.values() for name in row)))
         known = [name for name in names if any(name in row for row in hosts.values())]
         middles = {name: statistics.median(row[name] for row in hosts.values() if name in row) for name in known}
         ordered = sorted(hosts.items(), key=lambda one: not slow[model, one[0]])
@@ -145,7 +143,8 @@ def _figures(gpu: GpuMeasured) -> Iterator[tuple[str, str, float]]:
     peers = sorted(((value, name) for name, value in figures.items() if name.startswith(PEER)), reverse=True)
     yield from ((f"{PEER}{number}", name, value) for number, (value, name) in enumerate(peers))
     for name, value in figures.items():
-        if name in _COMPARED or not gpu.uuid:
+        # Beside the speeds of peers and the site's own figures; a clock, heat or power is no result.
+        if name in SPEEDS or not gpu.uuid:
             yield name, name, value
 
 

@@ -19,9 +19,9 @@ from gpuprov.driver import running_driver
 from gpuprov.driver.installer import Installation
 from gpuprov.driver.run_files import INCOMPLETE_MARK, RECORD, UNPACK
 from gpuprov.driver.running_driver import Unloading
-from gpuprov.driver_run import INSTALLER_LOG, InstallDriver, RunFile
+from gpuprov.driver_run import InstallDriver, RunFile
 from gpuprov.facts.boot import IN_USE_MARK
-from gpuprov.facts.driver import GpuHolder, RunningDriver
+from gpuprov.facts.driver import INSTALLER_LOG, GpuHolder, RunningDriver
 from gpuprov.facts.gpus import Chip
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.facts.kernels import ImageFacts
