@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Callable
 
-from gpuprov.core.commands import Completed, silence
+from gpuprov.core.commands import Completed, unanswered_evidence
 from gpuprov.core.system import System
 from gpuprov.protocol.codec import WrongDataError, parse
 from gpuprov.protocol.errors import UsageError
@@ -48,7 +48,7 @@ def read(system: System, one: AcceptCommand, done: Completed) -> Read:
         argv = ("grep", "-aqE", "-e", one.expect)
         content = text.encode("utf-8", "replace")
         asked = system.run(argv, stdin=content, timeout=_GREP_SECONDS) if one.expect else Completed(argv, 0)
-        fault, figures = "" if asked.ok else silence(asked) or f"nothing in its output is {one.expect}", {}
+        fault, figures = "" if asked.ok else unanswered_evidence(asked) or f"nothing in its output is {one.expect}", {}
     if not done.ok:
         said = one_line(done.evidence(2).partition("\n")[2])[-_LONGEST:] or "(silent)"
         fault = f"exit code {done.returncode}: {fault if one.expect == _DCGM and fault else said}"

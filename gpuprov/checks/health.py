@@ -18,7 +18,7 @@ from gpuprov.cdi.discover import is_excluded
 from gpuprov.cdi.nvml import GpuAnswer, ask, sysfs_bus_id
 from gpuprov.checks import memory
 from gpuprov.checks.smi import exit_code, exits, parse_smi, per_gpu
-from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed, silence
+from gpuprov.core.commands import NOT_FOUND, TIMED_OUT, Completed, unanswered_evidence
 from gpuprov.core.system import System
 from gpuprov.driver import fabric_manager
 from gpuprov.facts.gpus import FabricFacts, gather_fabric
@@ -375,7 +375,7 @@ def _imex_down(system: System, sink: Sink) -> str:
     state = system.run(("systemctl", "is-active", unit)) if enabled.ok else enabled
     # It may still wait for the other nodes of its domain.
     domain = system.run(("nvidia-imex-ctl", "-q"), timeout=SECONDS) if state.ok else state
-    if silent := silence(domain):
+    if silent := unanswered_evidence(domain):
         sink(_unknown("IMEX serves its domain", silent))
     elif enabled.ok and not state.ok:
         return f"systemctl is-active {unit}: {state.stdout.strip()}"

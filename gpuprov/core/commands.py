@@ -75,7 +75,7 @@ class Completed:
         return self
 
 
-def silence(*asked: Completed) -> str:
+def unanswered_evidence(*asked: Completed) -> str:
     """Return the evidence of the first command that was left unanswered, "" if each has an answer."""
     return next((one.evidence(2).replace("\n", ": ") for one in asked if one.unanswered), "")
 

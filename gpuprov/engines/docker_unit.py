@@ -9,7 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 
-from gpuprov.core.commands import silence
+from gpuprov.core.commands import unanswered_evidence
 from gpuprov.core.system import System
 from gpuprov.engines.known import Reader
 from gpuprov.protocol.codec import json_at
@@ -101,7 +101,7 @@ def gather_unit(system: Reader) -> DockerUnit:
     silent = ""
     if system.which("systemctl") is not None:
         done = system.run(("systemctl", "show", UNIT, SOCKET, "-p", _PROPERTIES), timeout=_SECONDS)
-        blocks, silent = dict(parse_show(done.stdout)) if done.ok else {}, silence(done)
+        blocks, silent = dict(parse_show(done.stdout)) if done.ok else {}, unanswered_evidence(done)
     unit, socket = blocks.get(UNIT, {}), blocks.get(SOCKET, {})
     environment = _environment(system, unit)
     started = re.findall(r"argv\[\]=(.*?) ; ignore_errors=", "".join(unit.get("ExecStart", ())))

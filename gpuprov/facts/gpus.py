@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from gpuprov.cdi.discover import IMEX_OPTION
-from gpuprov.core.commands import Completed, silence
+from gpuprov.core.commands import Completed, unanswered_evidence
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active
 from gpuprov.machine.pci import gather_gpus, of_nvidia, own_ids
@@ -190,7 +190,7 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
         return FabricFacts(hidden=_hidden(system, fabrics))
     told = system.run((_PROGRAM, "--version"), timeout=20)
     active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)) for verb in ("is-active", "is-enabled"))
-    version, silent = parse_version(told.stdout + told.stderr), silence(told, active, enabled)
+    version, silent = parse_version(told.stdout + told.stderr), unanswered_evidence(told, active, enabled)
     return FabricFacts(switches, managed, version, active.ok, enabled.ok, silent=silent)
 
 
@@ -224,7 +224,7 @@ def gather_imex(system: System) -> FabricFacts:
     state, enabled = (system.run(("systemctl", verb, IMEX_UNIT)) for verb in ("is-active", "is-enabled"))
     active, masked = state.stdout.strip() in ("active", "activating"), enabled.stdout.strip() == "masked"
     return FabricFacts(version=parse_version(told.stdout), active=active, enabled=enabled.ok, masked=masked,
-                       silent=silence(told, state, enabled))  # fmt: skip
+                       silent=unanswered_evidence(told, state, enabled))  # fmt: skip
 
 
 def parse_version(text: str) -> str:
