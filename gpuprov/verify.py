@@ -24,7 +24,7 @@ from gpuprov.facts.boot import NODES, REFRESH, UNITS, WANTS, lacking
 from gpuprov.facts.driver import version_difference
 from gpuprov.facts.gpus import DCGM_EXPORTER, DCGM_UNIT, FabricFacts, gather_fabric, gather_imex
 from gpuprov.facts.host import manager_on
-from gpuprov.facts.kernels import fault, gather_kernels, newest
+from gpuprov.facts.kernels import gather_kernels, newest, next_kernel_fault
 from gpuprov.machine.distros import distribution_of, kernel_headers, next_kernel_headers
 from gpuprov.machine.machine import gather_kernel, gather_os
 from gpuprov.machine.pci import gather_gpus, is_copy
@@ -182,7 +182,7 @@ def _next_kernel(system: System) -> Values:
     # Debian's packages call it nvidia-current; nvidia-fs is GPUDirect Storage's.
     dkms = any(name.startswith("nvidia") and name != "nvidia-fs" for name in system.list_directory("/var/lib/dkms"))
     compiled = module_package(installed, kernel.release)
-    if reason := fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
+    if reason := next_kernel_fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled):
         raise Failed(reason)
     return f"{kernel.release}, with the driver's module", ""
 

@@ -16,7 +16,7 @@ from gpuprov.driver.kernel import no_modules
 from gpuprov.driver.precompiled import module_package
 from gpuprov.driver.source import UNSIGNED
 from gpuprov.facts.boot import NODES as NODES_UNIT
-from gpuprov.facts.kernels import fault, newest
+from gpuprov.facts.kernels import newest, next_kernel_fault
 from gpuprov.machine.distros import kernel_headers, next_kernel_headers
 from gpuprov.protocol.words import counted
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
@@ -112,7 +112,7 @@ def next_kernel(x: HostSnapshot) -> Seen | None:
     missing = next_kernel_headers(row, running, x.host.packages.installed)
     dkms = "nvidia" in x.dkms
     compiled = module_package(x.host.packages.installed, kernel.release)
-    reason = fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled)
+    reason = next_kernel_fault(kernel, headers=headers, missing=missing, dkms=dkms, compiled=compiled)
     if not reason:
         return None
     build = f"{commands.gpuprov_install(x)}  # once that kernel runs"

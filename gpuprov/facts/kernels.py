@@ -63,7 +63,7 @@ def _order(release: str) -> tuple[tuple[int, str], ...]:
     return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in parts)
 
 
-def fault(
+def next_kernel_fault(
     kernel: InstalledKernel, *, headers: tuple[str, ...], missing: tuple[str, ...], dkms: bool, compiled: str = ""
 ) -> str:
     """Return why the next booted kernel, or a later one, will lack the driver; "" if it will not.

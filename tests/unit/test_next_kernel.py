@@ -10,7 +10,7 @@ from gpuprov.core.system import System
 from gpuprov.driver import kernel
 from gpuprov.driver.precompiled import module_package
 from gpuprov.facts.host import gather
-from gpuprov.facts.kernels import InstalledKernel, fault, flavour, gather_kernels, module_of, newest
+from gpuprov.facts.kernels import InstalledKernel, flavour, gather_kernels, module_of, newest, next_kernel_fault
 from gpuprov.packages.dnf import Dnf
 from gpuprov.packages.interface import PackageFacts
 from gpuprov.plan.context import source_of
@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[bool, bool, bool, tuple[str, ...], str]] = {
 def test_faults(name: str) -> None:
     headers, module, dkms, missing, sentence = FAULTS[name]
     kernel = InstalledKernel(NEXT, headers=headers, module=module)
-    found = fault(kernel, headers=(f"linux-headers-{NEXT}",), missing=missing, dkms=dkms)
+    found = next_kernel_fault(kernel, headers=(f"linux-headers-{NEXT}",), missing=missing, dkms=dkms)
     assert found == sentence if not sentence else sentence in found
 
 
@@ -128,7 +128,7 @@ def test_modules_that_come_compiled_come_as_a_package() -> None:
     assert module_package(there, "6.8.0-31-generic") == f"{ubuntu}-6.8.0-31-generic"
     for release, said in ((running, True), (following, False)):
         found = InstalledKernel(release, headers=False, module=said)
-        reason = fault(found, headers=("kernel-devel",), missing=(), dkms=False, compiled=package)
+        reason = next_kernel_fault(found, headers=("kernel-devel",), missing=(), dkms=False, compiled=package)
         assert bool(reason) is not said
         assert said or f"install {package}, or boot an older one" in reason
 
