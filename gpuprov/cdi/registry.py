@@ -21,7 +21,7 @@ FOLDERS = ("/etc/cdi", "/var/run/cdi")
 
 
 @dataclass(frozen=True)
-class Found:
+class RegisteredDevice:
     """A device: what it is, in which specification, in which file."""
 
     device: Device
@@ -33,7 +33,7 @@ class Found:
 class Registry:
     """Devices by qualified name, and errors by file; a missing folder has neither."""
 
-    devices: dict[str, Found] = field(default_factory=dict)
+    devices: dict[str, RegisteredDevice] = field(default_factory=dict)
     errors: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
 
 
@@ -45,8 +45,8 @@ def read_registry(system: System, folders: Sequence[str] = FOLDERS) -> Registry:
     return registry
 
 
-def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, Found]:
-    found: dict[str, Found] = {}
+def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, RegisteredDevice]:
+    found: dict[str, RegisteredDevice] = {}
     conflicts: set[str] = set()
     for name in sorted(system.list_directory(folder)):
         path = f"{folder}/{name}"
@@ -67,7 +67,7 @@ def _of_folder(system: System, folder: str, registry: Registry) -> Mapping[str, 
                 for one in (found[qualified].path, path):
                     registry.errors[one].append(f"{qualified} stands in {found[qualified].path} and in {path}")
             else:
-                found[qualified] = Found(device, specification, path)
+                found[qualified] = RegisteredDevice(device, specification, path)
     return {name: one for name, one in found.items() if name not in conflicts}
 
 

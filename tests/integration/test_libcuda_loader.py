@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpuprov.checks.cuda.search import LIBCUDA, Found, Program, find_loader, search
+from gpuprov.checks.cuda.search import LIBCUDA, Libraries, Program, find_loader, search
 from gpuprov.runtime_hook.rootfs import Root
 
 pytestmark = pytest.mark.root
@@ -54,7 +54,7 @@ class Ground:
         (self.root / "etc/ld.so.conf").write_text("".join(f"{one}\n" for one in folders))
         subprocess.run(("ldconfig", "-r", str(self.root)), check=True, stderr=subprocess.DEVNULL)
 
-    def found(self) -> Found:
+    def found(self) -> Libraries:
         root = Root(str(self.root))
         try:
             return search(root, find_loader(root), Program(self.environment, self.folder), LIBCUDA)

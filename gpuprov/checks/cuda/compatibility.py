@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from gpuprov.checks.cuda.files import chain, names, read
-from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, MUSL, Found, Loader
+from gpuprov.checks.cuda.search import GLIBC, LIBCUDA, LIBNVIDIA_ML, MUSL, Libraries, Loader
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.tables import rows
 from gpuprov.protocol.versions import version_numbers
@@ -115,7 +115,7 @@ _NO_LOADER = Incompatibility(
 
 
 def incompatibilities(
-    loader: Loader, found: tuple[Found, ...], kernel: str, runtimes: tuple[Runtime, ...], *, kind: str,
+    loader: Loader, found: tuple[Libraries, ...], kernel: str, runtimes: tuple[Runtime, ...], *, kind: str,
     has_driver: bool = True, is_container: bool = False,
 ) -> tuple[Incompatibility, ...]:  # fmt: skip
     """Return what is wrong, the first to correct first.
@@ -141,14 +141,14 @@ def incompatibilities(
     )
 
 
-def _is_alone(found: Found) -> bool:
+def _is_alone(found: Libraries) -> bool:
     """Say whether no other usable library is of another version than the one that wins."""
     one = found.winner
     usable = (other for other in found.others if other.version and not (other.fault or other.stub))
     return one is not None and not any(one.fault or other.version != one.version for other in usable)
 
 
-def _library(cuda: Found, own_step: str, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Incompatibility]:
+def _library(cuda: Libraries, own_step: str, kernel: str, is_host: bool, has_driver: bool) -> Iterator[Incompatibility]:
     one = cuda.winner
     if one is None:
         what = "the loader finds no libcuda.so.1" + ("" if has_driver else ": the image has none of its own")
@@ -188,7 +188,7 @@ def _way_out(reason: str, is_host: bool) -> str:
     return "remove the file from the image; after an update of the host's driver, reboot the host"
 
 
-def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Incompatibility]:
+def _runtimes(cuda: Libraries, runtimes: tuple[Runtime, ...]) -> Iterator[Incompatibility]:
     one = cuda.winner
     if one is None or one.fault or one.stub or not one.version:
         return
@@ -209,7 +209,7 @@ def _runtimes(cuda: Found, runtimes: tuple[Runtime, ...]) -> Iterator[Incompatib
             yield Incompatibility((36, 222), what, runtime.source, step, note=True)
 
 
-def _management(management: Found, own_step: str, kernel: str, is_host: bool) -> Iterator[Incompatibility]:
+def _management(management: Libraries, own_step: str, kernel: str, is_host: bool) -> Iterator[Incompatibility]:
     one = management.winner
     if one is None:
         return

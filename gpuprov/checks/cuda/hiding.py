@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import re
 
-from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Program, find_loader, search
+from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Libraries, Program, find_loader, search
 from gpuprov.core.changes import parent_of
 from gpuprov.core.system import System
 from gpuprov.facts.driver import ENVIRONMENT, PRELOAD, HidingLibrary
@@ -39,7 +39,7 @@ def environment_of_logins(text: str) -> dict[str, str]:
     return {name: value for name, value in pairs if name in _VARIABLES}
 
 
-def hidden(found: Found, version: str) -> str | None:
+def hidden(found: Libraries, version: str) -> str | None:
     """Return the driver's library that another one hides, "" if it is not there yet; None if nothing hides it."""
     one = found.winner
     # CUDA's stubs and compatibility libraries are another matter: programs ask for them.
@@ -50,7 +50,7 @@ def hidden(found: Found, version: str) -> str | None:
     return own if own is not None else "" if one.path.startswith(_FOREIGN) else None
 
 
-def _named(system: System, found: Found, own: str) -> HidingLibrary:
+def _named(system: System, found: Libraries, own: str) -> HidingLibrary:
     one = found.winner
     assert one is not None
     paths = tuple(dict.fromkeys((one.path, *one.chain)))

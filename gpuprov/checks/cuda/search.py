@@ -75,7 +75,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class Libraries:
     """The libraries of one name: the one that wins, None for none, and all others in the loader's order."""
 
     name: str
@@ -96,7 +96,7 @@ def find_loader(root: Root) -> Loader:
     return Loader(musl, MUSL) if musl else Loader()
 
 
-def search(root: Root, loader: Loader, program: Program, name: str) -> Found:
+def search(root: Root, loader: Loader, program: Program, name: str) -> Libraries:
     """Return what the loader takes for a name such as libcuda.so.1, and every other that lies in the root."""
     winner: Candidate | None = None
     others: list[Candidate] = []
@@ -118,7 +118,7 @@ def search(root: Root, loader: Loader, program: Program, name: str) -> Found:
     reals = {one.chain[-1]: one for one in reversed(others)}
     if winner is not None:
         reals.pop(winner.chain[-1], None)
-    return Found(name, winner, tuple(one for one in others if reals.get(one.chain[-1]) is one))
+    return Libraries(name, winner, tuple(one for one in others if reals.get(one.chain[-1]) is one))
 
 
 def _header(content: bytes | None) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from typing import Any
 from gpuprov.cdi.discover import parse_kernel_version
 from gpuprov.checks.cuda.compatibility import Incompatibility, Runtime, find_runtimes, incompatibilities
 from gpuprov.checks.cuda.files import add_driver, read, unpack, unpacked
-from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Found, Loader, Program, find_loader, search
+from gpuprov.checks.cuda.search import LIBCUDA, LIBNVIDIA_ML, Candidate, Libraries, Loader, Program, find_loader, search
 from gpuprov.core.system import System
 from gpuprov.protocol.codec import json_at
 from gpuprov.protocol.dataclass import asdict, dataclass, replace
@@ -176,7 +176,7 @@ class Survey:
     read: str
     loader: Loader
     kernel: str
-    libraries: tuple[Found, ...]
+    libraries: tuple[Libraries, ...]
     runtimes: tuple[Runtime, ...]
     findings: tuple[Incompatibility, ...]
     unknown: tuple[str, ...]
@@ -303,7 +303,7 @@ def examine(system: System, arguments: Mapping[str, Any], sink: Sink) -> Finishe
     return Finished(int(ExitCode.FAILED if problems else ExitCode.DONE), problems=problems, summary=verdict(found))
 
 
-def _check(found: Survey, library: Found) -> CheckDone:
+def _check(found: Survey, library: Libraries) -> CheckDone:
     one = library.winner
     shown = f"{one.version or 'of an unknown version'} at {one.path}: {one.reason}" if one is not None else "none"
     host, container = (shown, "") if found.kind == "host" else ("", shown)
