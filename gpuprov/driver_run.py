@@ -144,7 +144,7 @@ class RunFile(DriverSource):
         """Return the installation; empty if the driver is complete and of the requested version."""
         if not self.installs:
             return ()
-        facts, spec, way = self.facts, self.spec, running_driver.way(self)
+        facts, spec, replacement = self.facts, self.spec, running_driver.replacement(self)
         # The installer would look for GPUs, and a machine that builds an image has none.
         choose = generations.module_type if facts.image is None else generations.settled_type
         return (
@@ -159,8 +159,8 @@ class RunFile(DriverSource):
                 has_libgl=any(name in facts.packages.installed for name in _LIBGL_PACKAGES),
                 signing_key=spec.module_signing_key,
                 signing_certificate=spec.module_signing_certificate,
-                unloading=way.unloading,
-                keep_loaded=way.keep_loaded,
+                unloading=replacement.unloading,
+                keep_loaded=replacement.keep_loaded,
                 gpu_device_ids=facts.gpu_device_ids,
                 asked_module_type=spec.kernel_module_type,
                 image_kernel=facts.kernel.release if facts.image is not None else "",

@@ -67,9 +67,9 @@ def plan(driver: DriverSource) -> tuple[Change, ...]:
     facts, found = driver.facts, reasons(driver)
     if not found:
         return ()
-    way = running_driver.way(driver)
-    if way.unloading is not None and facts.has_module and found == _other_driver_loaded(driver):
-        return (ReloadDriver(way.unloading, facts.driver_installed_version),)
+    replacement = running_driver.replacement(driver)
+    if replacement.unloading is not None and facts.has_module and found == _other_driver_loaded(driver):
+        return (ReloadDriver(replacement.unloading, facts.driver_installed_version),)
     return (Reboot(found, facts.reboot.boot_id, driver.spec.reboot == "if-needed", facts.docker.running_containers),)
 
 

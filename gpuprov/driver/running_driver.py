@@ -324,7 +324,7 @@ def _asks_for_gpus(row: Any) -> bool:
 
 
 @dataclass(frozen=True)
-class Way:
+class Replacement:
     """How another driver replaces the loaded one: by `unloading` it first, or at the next boot (`keep_loaded`).
 
     With `obstacles` neither is possible: a sentence for each.
@@ -335,11 +335,11 @@ class Way:
     obstacles: tuple[str, ...] = ()
 
 
-def way(driver: DriverSource) -> Way:
+def replacement(driver: DriverSource) -> Replacement:
     """Return how the requested driver replaces the loaded one."""
     facts, spec, running = driver.facts, driver.spec, driver.facts.running
     if running is None or not is_in_the_way(driver):
-        return Way()
+        return Replacement()
     containers = running.single_use if spec.stop_containers else tuple(sorted(running.containers.values()))
     once = dict.fromkeys(running.single_use, ", and once stopped it can't be started again (--rm, or swarm)")
     found = (
@@ -351,11 +351,11 @@ def way(driver: DriverSource) -> Way:
     mark = facts.files.get(IN_USE_MARK)
     could_not = mark is not None and mark.content.decode("utf-8", "replace").strip() == facts.reboot.boot_id
     if can_wait and (found or could_not):
-        return Way(keep_loaded=True)
+        return Replacement(keep_loaded=True)
     if found:
-        return Way(obstacles=found)
+        return Replacement(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
-    return Way(
+    return Replacement(
         Unloading(
             version=running.version,
             modules=running.modules,
@@ -379,7 +379,7 @@ def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
 def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
     """Return the start of the containers that were or will be stopped for another driver, as the last change."""
     found = driver.facts.files.get(STOPPED)
-    unloading = way(driver).unloading
+    unloading = replacement(driver).unloading
     names = (*(_stopped(found.content).containers if found else ()), *(unloading.containers if unloading else ()))
     return (StartContainers(tuple(dict.fromkeys(names))),) if names else ()
 
@@ -387,7 +387,7 @@ def plan_containers(driver: DriverSource) -> tuple[Change, ...]:
 def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return what prevents replacing the loaded driver, and what to do about it."""
     spec, running = driver.spec, driver.facts.running
-    found = way(driver).obstacles
+    found = replacement(driver).obstacles
     if not found or running is None:
         return ()
     steps = []

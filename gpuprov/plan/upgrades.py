@@ -33,15 +33,15 @@ def upgrades(context: PlanContext, changes: Sequence[Change]) -> tuple[Upgrade, 
 
 def _reboot(context: PlanContext, changes: Sequence[Change]) -> RebootNeed:
     asked = next((one for one in changes if isinstance(one, Reboot)), None)
-    way = running_driver.way(context.driver)
-    if asked is not None or way.keep_loaded:
+    replacement = running_driver.replacement(context.driver)
+    if asked is not None or replacement.keep_loaded:
         return "yes" if asked is None or asked.allowed else "by-hand"
-    return "if-in-use" if way.unloading is not None and way.unloading.boot_id else "no"
+    return "if-in-use" if replacement.unloading is not None and replacement.unloading.boot_id else "no"
 
 
 def _stops(context: PlanContext, changes: Sequence[Change], reboot: RebootNeed) -> tuple[str, ...]:
     """Return the containers and units that the changes, or the reboot, certainly stop."""
-    docker, unloading = context.facts.docker, running_driver.way(context.driver).unloading
+    docker, unloading = context.facts.docker, running_driver.replacement(context.driver).unloading
     packages = (one for one in changes if isinstance(one, PackageInstallation) and not isinstance(one, ChangeDriver))
     restarts = docker.restart_stops and any(one.disturbs for one in packages)
     every = docker.running_containers if reboot in ("yes", "by-hand") or restarts else ()

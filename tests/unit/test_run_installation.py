@@ -96,7 +96,7 @@ def test_a_loaded_driver_gives_way_or_stays(facts: HostFacts, holders: tuple[Gpu
     driver = RunFile(there, parse_spec({"driver_version": NEW, "reboot": "if-needed"}))
     (change,) = driver.plan()
     assert isinstance(change, InstallDriver) and change.module_type == "auto"
-    assert (change.unloading, change.keep_loaded) == (running_driver.way(driver).unloading, bool(holders))
+    assert (change.unloading, change.keep_loaded) == (running_driver.replacement(driver).unloading, bool(holders))
     assert (change.unloading is None) is bool(holders)
 
 

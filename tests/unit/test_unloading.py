@@ -14,7 +14,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.places import STOPPED
 from gpuprov.driver import running_driver
-from gpuprov.driver.running_driver import MODULES, UNITS, ReloadDriver, StartContainers, Unloading, Way, start_all_again
+from gpuprov.driver.running_driver import MODULES, UNITS, ReloadDriver, Replacement, StartContainers, Unloading
 from gpuprov.driver_run import RunFile
 from gpuprov.facts.boot import IN_USE_MARK, REBOOT_ASKED
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
@@ -56,7 +56,7 @@ def test_a_driver_is_unloaded_and_its_users_start_again_in_the_other_order(host:
     assert host.path(STATE_DIRECTORY).stat().st_mode & 0o777 == 0o700
     host.on_disk, told = NEW, list[tuple[Any, ...]]()
     loads = [("modprobe", name) for name in reversed(MODULES) if ("rmmod", name) not in UNLOADS]
-    starts = asked(host, start_all_again, lambda *words: told.append(words))
+    starts = asked(host, running_driver.start_all_again, lambda *words: told.append(words))
     assert starts == [LOAD, *loads, *STARTS, ("docker", "start", "train")]
     named = (PERSISTENCED, DCGM, "container train")
     assert [(text.split(" runs")[0], *progress) for text, *progress in told] == [(name, 0, 0) for name in named]
@@ -104,7 +104,7 @@ def test_a_user_that_does_not_stop_is_an_error(host: LoadedHost, program: str, m
     problem = refused(running_driver.stop_users, host, wanted, tell_nobody)
     assert [problem.evidence, problem.next_step] == expected
     told: list[tuple[Any, ...]] = []
-    start_all_again(host, lambda *words: told.append(words))
+    running_driver.start_all_again(host, lambda *words: told.append(words))
     assert [("not now" in text, *progress) for text, *progress in told] == [(True, 0, 0)]
 
 
@@ -290,39 +290,40 @@ SOON, NO = {"reboot": "if-needed"}, {"reboot": "never"}
 CONSENT, DARK = {"stop_containers": True}, {"stop_display_manager": True}
 NODE = "/dev/dri/renderD128"
 PLAIN = Unloading(OLD, ("nvidia_uvm", "nvidia"), (DCGM,), devices=(NODE,))
-CAN_WAIT, WAITS = replace(PLAIN, boot_id="boot-1"), Way(keep_loaded=True)
+CAN_WAIT, WAITS = replace(PLAIN, boot_id="boot-1"), Replacement(keep_loaded=True)
 GONE = "container one uses a GPU, and once stopped it can't be started again (--rm, or swarm)"
 LATER = "or set gpuprov_reboot: if-needed, which leaves it to a reboot"
 BOTH = "docker stop one two, or set gpuprov_stop_containers: true (they are started again)"
 # The running driver, the specification → the way, the problem's next step.
-WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Way, str]] = {
-    "unused": ({}, NO, Way(PLAIN), ""),
-    "unused, a reboot helps": ({}, SOON, Way(CAN_WAIT), ""),
-    "containers": (TWO, NO, Way(obstacles=("container one uses a GPU", "container two uses a GPU")),
+WAYS: dict[str, tuple[dict[str, Any], dict[str, Any], Replacement, str]] = {
+    "unused": ({}, NO, Replacement(PLAIN), ""),
+    "unused, a reboot helps": ({}, SOON, Replacement(CAN_WAIT), ""),
+    "containers": (TWO, NO, Replacement(obstacles=("container one uses a GPU", "container two uses a GPU")),
                    f"{BOTH}; {LATER}"),
     "containers, consent": ({**TWO, "holders": (OURS,)}, {**CONSENT, **NO},
-                            Way(replace(PLAIN, containers=("one", "two"))), ""),
-    "one for once": (ONCE, NO, Way(obstacles=(GONE, "container two uses a GPU")),
+                            Replacement(replace(PLAIN, containers=("one", "two"))), ""),
+    "one for once": (ONCE, NO, Replacement(obstacles=(GONE, "container two uses a GPU")),
                      f"docker stop one; {BOTH.replace('one ', '')}; {LATER}"),
-    "one for once, consent": (ONCE, {**CONSENT, **NO}, Way(obstacles=(GONE,)), f"docker stop one; {LATER}"),
+    "one for once, consent": (ONCE, {**CONSENT, **NO}, Replacement(obstacles=(GONE,)), f"docker stop one; {LATER}"),
     "one for once, a reboot helps": (ONCE, {**CONSENT, **SOON}, WAITS, ""),
     "a process": ({"holders": (HELD, replace(HELD, pid=951))}, NO,
-                  Way(obstacles=(str(HELD), str(replace(HELD, pid=951)))),
+                  Replacement(obstacles=(str(HELD), str(replace(HELD, pid=951)))),
                   f"end what holds the GPUs: kill 950 951; {LATER}"),
     # ollama.service has Restart=always, as the units of most monitoring agents.
-    "a process of a service": ({"holders": (HELD, OLLAMA)}, NO, Way(obstacles=(str(HELD), str(OLLAMA))),
+    "a process of a service": ({"holders": (HELD, OLLAMA)}, NO, Replacement(obstacles=(str(HELD), str(OLLAMA))),
                                "end what holds the GPUs: kill 950 964 (if they come again: systemctl stop "
                                f"ollama.service); {LATER}"),
     "a process, a reboot helps": ({"holders": (HELD,)}, SOON, WAITS, ""),
     "an old installer can't wait": ({"holders": (HELD,)}, {**SOON, "driver_version": "545.23.08"},
-                                    Way(obstacles=(str(HELD),)), "end what holds the GPUs: kill 950"),
-    "a display": (SCREEN, NO, Way(obstacles=(str(GDM), str(SHELL))),
+                                    Replacement(obstacles=(str(HELD),)), "end what holds the GPUs: kill 950"),
+    "a display": (SCREEN, NO, Replacement(obstacles=(str(GDM), str(SHELL))),
                   "systemctl stop gdm.service, or set gpuprov_stop_display_manager: true; "
                   f"end what holds the GPUs: kill 961; {LATER}"),
-    "a display, consent": (SCREEN, {**DARK, **NO}, Way(replace(PLAIN, units=("gdm.service", DCGM))), ""),
-    "no display": ({}, {**DARK, **NO}, Way(PLAIN), ""),
+    "a display, consent": (SCREEN, {**DARK, **NO}, Replacement(replace(PLAIN, units=("gdm.service", DCGM))), ""),
+    "no display": ({}, {**DARK, **NO}, Replacement(PLAIN), ""),
     "a service and its container": ({**SCREEN, "holders": (replace(HELD, unit=DCGM), FOREIGN)}, {**DARK, **NO},
-                                    Way(obstacles=(str(FOREIGN),)), f"end what holds the GPUs: kill 962; {LATER}"),
+                                    Replacement(obstacles=(str(FOREIGN),)),
+                                    f"end what holds the GPUs: kill 962; {LATER}"),
 }  # fmt: skip
 
 
@@ -343,7 +344,7 @@ def driver(facts: HostFacts, running: dict[str, Any], **values: Any) -> RunFile:
 def test_the_way_past_a_loaded_driver(facts: HostFacts, name: str) -> None:
     running, values, way, step = WAYS[name]
     asked = driver(facts, running, **values)
-    assert running_driver.way(asked) == way
+    assert running_driver.replacement(asked) == way
     what = f"driver {OLD} is loaded and in use, so {asked.spec.driver_version} can't replace it"
     expected = (Problem(what, "\n".join(way.obstacles), step),) if step else ()
     assert running_driver.problems(asked) == expected
@@ -353,17 +354,19 @@ def test_the_way_past_a_loaded_driver(facts: HostFacts, name: str) -> None:
 
 # The driver on the disk, the boot in which it could not be unloaded, whether a reboot helps → the way.
 TRIED = [
-    (OLD, b"boot-1\n", "if-needed", WAITS), (OLD, b"boot-0\n", "if-needed", Way(CAN_WAIT)),
-    (OLD, b"\xff", "if-needed", Way(CAN_WAIT)), (OLD, b"boot-1\n", "never", Way(PLAIN)),
-    (NEW, b"boot-1\n", "never", WAITS), (NEW, b"boot-0\n", "never", Way(CAN_WAIT)),
+    (OLD, b"boot-1\n", "if-needed", WAITS), (OLD, b"boot-0\n", "if-needed", Replacement(CAN_WAIT)),
+    (OLD, b"\xff", "if-needed", Replacement(CAN_WAIT)), (OLD, b"boot-1\n", "never", Replacement(PLAIN)),
+    (NEW, b"boot-1\n", "never", WAITS), (NEW, b"boot-0\n", "never", Replacement(CAN_WAIT)),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("on_disk", "mark", "reboot", "way"), TRIED)
-def test_driver_that_stays_loaded_waits(facts: HostFacts, on_disk: str, mark: bytes, reboot: str, way: Way) -> None:
+def test_driver_that_stays_loaded_waits(
+    facts: HostFacts, on_disk: str, mark: bytes, reboot: str, way: Replacement
+) -> None:
     facts = replace(facts, driver=replace(facts.driver, library_version=on_disk))
     there = driver(replace(facts, files={IN_USE_MARK: FileFact(mark, 0o644, 0, 0)}), {}, reboot=reboot)
-    assert (running_driver.way(there), running_driver.problems(there)) == (way, ())
+    assert (running_driver.replacement(there), running_driver.problems(there)) == (way, ())
 
 
 # Of the host: the driver on the disk, the loaded one, its modules, displays, its container, the specification.
@@ -392,8 +395,8 @@ def test_what_is_in_the_way_of_another_driver(
     )
     there = driver(facts, {}, kernel_modules=kernel_modules, reboot="never")
     assert running_driver.is_in_the_way(there) is expected
-    assert (running_driver.way(there) == Way()) is not expected
-    assert running_driver.way(replace(there, facts=replace(there.facts, running=None))) == Way()
+    assert (running_driver.replacement(there) == Replacement()) is not expected
+    assert running_driver.replacement(replace(there, facts=replace(there.facts, running=None))) == Replacement()
     assert running_driver.is_other(facts) is ((on_disk, loaded) == (NEW, OLD))
 
 
