@@ -69,9 +69,9 @@ def run_command(options: Options) -> ExitCode:
         accepted.signature(b"", options.sign)  # a key that can't sign is reported before the GPUs work for minutes
     rolling.require_whole_domains(inventory.hosts, request, rollback=options.rollback_on_failure)
     now, begun = time.time(), time.monotonic()
-    if options.command == "install" and (joined := rolling.joined(inventory.hosts, request)):
+    if options.command == "install" and (in_domains := rolling.hosts_in_domains(inventory.hosts, request)):
         look = replace(request, check=True, diff=False)
-        planned, ended_by = _run(options, joined, look, Rollout(), HostCommands(), make_console(stderr=True))
+        planned, ended_by = _run(options, in_domains, look, Rollout(), HostCommands(), make_console(stderr=True))
         if ended_by:
             raise SystemExit(int(ended_by))
         rolling.require_possible_domains(planned)

@@ -159,7 +159,7 @@ def _canaries(targets: Sequence[HostTarget], canary: str) -> tuple[HostTarget, .
     return tuple(target for target in targets if any(fnmatch.fnmatchcase(target.name, word) for word in wanted))
 
 
-def joined(hosts: Iterable[HostTarget], request: Request) -> tuple[HostTarget, ...]:
+def hosts_in_domains(hosts: Iterable[HostTarget], request: Request) -> tuple[HostTarget, ...]:
     """Return the hosts that the request would change, and that have a domain with others."""
     return tuple(host for host in hosts if request.changes_the_host and len(host.spec.imex_nodes) > 1)
 
@@ -167,7 +167,7 @@ def joined(hosts: Iterable[HostTarget], request: Request) -> tuple[HostTarget, .
 def require_whole_domains(hosts: Sequence[HostTarget], request: Request, *, rollback: bool) -> None:
     """Raise UsageError if the run would change a part of a domain, or roll a part of it back."""
     names = {host.name for host in hosts}
-    domains = {host.spec.imex_nodes: host.spec.imex_domain for host in joined(hosts, request)}
+    domains = {host.spec.imex_nodes: host.spec.imex_domain for host in hosts_in_domains(hosts, request)}
     found = [split_problem(domain, nodes, names) for nodes, domain in domains.items()]
     if problems := tuple(filter(None, (*found, _ROLLS_BACK if domains and rollback else None))):
         raise UsageError.several(problems)
