@@ -149,7 +149,7 @@ class Fleet:
             self._keep_drain(target.name, drain)
 
         rolling = Rolling(
-            target, self.commands, keep, lambda: self._no_start(target), lambda: self.interruptions, rollback,
+            target, self.commands, keep, lambda: self._refusal(target), lambda: self.interruptions, rollback,
             self._left.get(target.name), lambda: self._await_domain(target),
         )  # fmt: skip
         sink(rolling.run(wanted, sink, carry_out))
@@ -284,18 +284,18 @@ class Fleet:
                 failed: list[str] = []
                 self._to_change = {target.name: target.spec.imex_nodes for target in batch.targets}
                 in_order = sorted(batch.targets, key=lambda target: target.spec.imex_nodes)
-                running = [pool.submit(self._one_of, batch, failed, target, request, sink) for target in in_order]
+                running = [pool.submit(self._run_in_batch, batch, failed, target, request, sink) for target in in_order]
                 # The kernel may give a signal to a thread of the pool; its handler runs in this one, once it runs.
                 while wait(running, timeout=_LOOK_SECONDS).not_done:
                     pass
                 results |= {one.result().host: one.result() for one in running}
         return tuple(results[target.name] for target in targets)
 
-    def _one_of(
+    def _run_in_batch(
         self, batch: Batch, failed: list[str], target: HostTarget, request: Request, sink: HostSink
     ) -> HostResult:
         """Run one host of a batch, of which others `failed`; after too many failures no further host starts."""
-        result = self._one(target, functools.partial(self.run_host, request), sink)
+        result = self._run_one(target, functools.partial(self.run_host, request), sink)
         self._to_change.pop(target.name, None)
         if result.begun and result.has_failed and len(target.spec.imex_nodes) > 1 and request.changes_the_host:
             result = self._fail_domain(target, result)
@@ -324,7 +324,7 @@ class Fleet:
         divided = Problem(f"{domain} may have different drivers or lists now", f"{target.name} failed", step)
         return replace(result, problems=(*result.problems, divided))
 
-    def _no_start(self, target: HostTarget) -> Problem | None:
+    def _refusal(self, target: HostTarget) -> Problem | None:
         """Return why this host may not begin. Its IMEX domain, once begun, is changed as a whole unless Ctrl-C came."""
         domain = target.spec.imex_nodes
         if failed := self._failed_domains.get(domain):
@@ -355,9 +355,9 @@ class Fleet:
         yield
         keeper.end()
 
-    def _one(self, target: HostTarget, run_host: Callable[[HostTarget, Sink], None], sink: HostSink) -> HostResult:
+    def _run_one(self, target: HostTarget, run_host: Callable[[HostTarget, Sink], None], sink: HostSink) -> HostResult:
         domain, left = target.spec.imex_nodes, target.name in self._left
-        problem = self._no_start(target)
+        problem = self._refusal(target)
         if problem is None and self._window is not None and not left and domain not in self._begun:
             problem = self._closed = self._closed or self._window.closed(self.clock(), self.again)
         if problem is not None:
