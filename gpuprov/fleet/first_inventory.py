@@ -19,10 +19,10 @@ import yaml
 from gpuprov.agent.result import HostResult, fact
 from gpuprov.core.files import expanded, own_target, write_whole
 from gpuprov.driver import recommended
+from gpuprov.fleet.ansible_reader import ansible_output, ansible_temporary_folder
 from gpuprov.fleet.command import inspect_hosts, inventory_of
 from gpuprov.fleet.history import inventory_names, latest_choices
 from gpuprov.fleet.inventory import read_inventory, with_ranges
-from gpuprov.fleet.inventory_messages import ansible_output, ansible_temporary_folder
 from gpuprov.fleet.options import DRIVERS, Options, made_options
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.dataclass import dataclass, field

@@ -18,8 +18,7 @@ from typing import Any
 from gpuprov.core.files import expanded
 from gpuprov.core.system import System
 from gpuprov.fleet import options
-from gpuprov.fleet.grouping import listed
-from gpuprov.fleet.inventory_messages import (
+from gpuprov.fleet.ansible_reader import (
     EXTRA_VARS_HINT,
     WARNING,
     Mistake,
@@ -34,6 +33,7 @@ from gpuprov.fleet.inventory_messages import (
     reason_of,
     with_origins,
 )
+from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.ssh_config import ARGUMENT_VARIABLES, SshArguments, SshConfiguration, arguments_of
 from gpuprov.protocol import imex
 from gpuprov.protocol.dataclass import dataclass, field, replace

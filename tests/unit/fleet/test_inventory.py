@@ -14,8 +14,8 @@ from ansible.parsing.dataloader import DataLoader
 
 from gpuprov.agent.playbook_task import task_request
 from gpuprov.fleet import options
+from gpuprov.fleet.ansible_reader import find_variable
 from gpuprov.fleet.inventory import HostTarget, ansible_extra_vars, plain_extra_vars, read_extra_vars, read_inventory
-from gpuprov.fleet.inventory_messages import find_variable
 from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.spec import spec_to_json
 from tests.files import put
