@@ -165,12 +165,12 @@ class RunFile(DriverSource):
                 asked_module_type=spec.kernel_module_type,
                 image_kernel=facts.kernel.release if facts.image is not None else "",
                 keep=spec.keep_driver and facts.image is None,
-                by_hand=self._by_hand(choose),
+                by_hand=self._reinstallation(choose),
                 without_systemd=facts.image is not None and facts.image.offline,
             ),
         )
 
-    def _by_hand(self, choose: Callable[[Sequence[str], str, str, Tables], str]) -> Installation | None:
+    def _reinstallation(self, choose: Callable[[Sequence[str], str, str, Tables], str]) -> Installation | None:
         """Return how a driver that no record describes can be installed again: its digest makes any download good."""
         facts, spec, version = self.facts, self.spec, self.facts.driver_installed_version
         digest = facts.tables.known_sha256(version, facts.architecture)

@@ -230,7 +230,7 @@ def plan_cdi(driver: DriverSource) -> tuple[Change, ...]:
     return (*opening, WriteCdiSpecification(render_json(specification(facts.driver)), others))
 
 
-def _now(system: System) -> bytes:
+def _present_specification(system: System) -> bytes:
     """Return the specification of the present driver, with the facts from NVML."""
     return updated(ask_nvml(system, discover(system)), system.read_bytes(CDI_SPECIFICATION) or b"")
 
@@ -246,7 +246,7 @@ def follow_driver(system: System, before: str) -> None:
 def _write(system: System) -> None:
     # Devices that come with a driver (NVSwitches) exist only now; NVML is queried only now, too, because it initialises
     # GPUs: seconds for each without a persistent client.
-    found = {CDI_SPECIFICATION: _now(system), **other_specifications(system)}
+    found = {CDI_SPECIFICATION: _present_specification(system), **other_specifications(system)}
     changes.write_files(system, ((path, content, _MODE) for path, content in found.items()))
 
 
@@ -271,12 +271,12 @@ class WriteCdiSpecification(Change):
         return f"write {CDI_SPECIFICATION}"
 
     def diff(self, system: System) -> str:
-        files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
+        files = (((CDI_SPECIFICATION, _present_specification(system)),) if self.content else ()) + self.others
         diffs = (changes.file_diff(system, path, content, _MODE) for path, content in files)
         return "\n".join(one for one in diffs if one)
 
     def diff_in_short(self, system: System) -> str:
-        files = (((CDI_SPECIFICATION, _now(system)),) if self.content else ()) + self.others
+        files = (((CDI_SPECIFICATION, _present_specification(system)),) if self.content else ()) + self.others
         pairs = ((path, system.read_bytes(path), content) for path, content in files)
         texts = [in_short(path, before, content) for path, before, content in pairs if before != content]
         # One that is not a specification is shown only in the full diff.

@@ -160,7 +160,7 @@ def _look(x: HostSnapshot, rule: Rule) -> tuple[Rule, Finding] | None:
         seen = f"{type(error).__name__}: {str(error)[:200]} ({failed.filename}:{failed.lineno})"
         report_it = "gpuprov doctor --json  # please report this"
         return Rule(RULE_FAILED, rule.area, "", rule.look), Finding(what, seen, report_it, WARNING)
-    return None if finding is None else (rule, _in_its_place(x, rule, finding))
+    return None if finding is None else (rule, _with_place(x, rule, finding))
 
 
 def _during_a_run(rule: Rule, finding: Finding) -> Finding:
@@ -174,7 +174,7 @@ def _installs(finding: Finding) -> bool:
     return "gpuprov install" in finding.next_step or any(one.kind in (STEPS, WHOLE) for one in finding.remedies)
 
 
-def _in_its_place(x: HostSnapshot, rule: Rule, finding: Finding) -> Finding:
+def _with_place(x: HostSnapshot, rule: Rule, finding: Finding) -> Finding:
     """Return the finding with the place for its command: a system container's kernel belongs to the host."""
     # A line feed in a value would end a comment, and begin a command.
     finding = replace(finding, next_step=" ".join(finding.next_step.splitlines()))

@@ -258,7 +258,7 @@ def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str
     wanted = files.runtime_values(request.runtime, {})
     if files.merges or not holders:
         edits = _by_drop_in(system, files, drop_in, wanted)
-        return edits, _woken(system, edits, drop_in)
+        return edits, _newly_read_note(system, edits, drop_in)
     one_file = f"containerd before 2.0 takes the CRI plugin's table from one file alone, and that is {holders[-1]}"
     if request.drop_in is None:
         note = f"{one_file}: the runtime goes there, a drop-in would hide the rest of that table"
@@ -267,7 +267,7 @@ def _edits(system: Reader, request: ConfigureRequest, files: Files, drop_in: str
         return (*_in_place(system, request, files, holders[-1]), *earlier), (note,)
     note = f"{one_file}: {drop_in} gets a copy of the whole table; run this again when you change the original"
     edits = _by_drop_in(system, files, drop_in, toml.merged(plugin_values(files.version, files.source()), wanted))
-    return edits, (note, *_woken(system, edits, drop_in))
+    return edits, (note, *_newly_read_note(system, edits, drop_in))
 
 
 def _in_place(system: Reader, request: ConfigureRequest, files: Files, path: str) -> _Edits:
@@ -285,7 +285,7 @@ def _by_drop_in(system: Reader, files: Files, drop_in: str, wanted: dict[str, An
     return (edit, toml.edited(system, files.main, {**root, "imports": listed}))
 
 
-def _woken(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
+def _newly_read_note(system: Reader, edits: _Edits, drop_in: str) -> tuple[str, ...]:
     """Return a note about files in the drop-in's folder that were not read before, and now will be."""
     if not any(edit.changes for edit in edits[1:]):
         return ()

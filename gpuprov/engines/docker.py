@@ -135,7 +135,7 @@ def gather(system: System) -> DockerFacts:
     path = unit.config_path
     status = system.status(system.real_path(path))
     facts = replace(
-        _asked(system) if installed else DockerFacts(),
+        _running_daemon(system) if installed else DockerFacts(),
         installed=installed,
         snap=not installed and system.exists(_SNAP),
         config_text=docker_unit.text_of(system, path),
@@ -153,7 +153,7 @@ def gather(system: System) -> DockerFacts:
     return facts
 
 
-def _asked(system: System) -> DockerFacts:
+def _running_daemon(system: System) -> DockerFacts:
     """Return what the running daemon reports."""
     if system.which("docker") is None:
         return DockerFacts(error=_NO_CLIENT)
