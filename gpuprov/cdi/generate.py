@@ -400,7 +400,7 @@ def _nodes(system: System, places: tuple[tuple[str, str], ...]) -> Iterator[Devi
             path = f"{folder}/{name}"
             status = system.status(path) if re.fullmatch(names, name) else None
             if status is not None and status.kind == "char":
-                mode = None if status.mode & 0o006 == 0o006 else status.mode
+                mode = None if status.mode & _WORLD == _WORLD else status.mode
                 yield DeviceNode(path, major=status.major, minor=status.minor, file_mode=mode, gid=status.gid or None)
 
 
