@@ -13,7 +13,7 @@ from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active, log_of
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.gpus import _PROGRAM, FABRIC_MODULES, UNIT, FabricFacts, parse_version
+from gpuprov.facts.gpus import FABRIC_MODULES, FABRIC_PROGRAM, UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
 from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.dataclass import dataclass, replace
@@ -59,7 +59,7 @@ def fault(facts: FabricFacts, version: str) -> Problem | None:
     if facts.version != version:
         found = facts.version or "not installed"
         what = f"fabric manager is {found}, the driver is {version}: they must agree to the last digit"
-        seen = f"{_PROGRAM} --version: {found}; NVSwitches: {', '.join(facts.switches)}"
+        seen = f"{FABRIC_PROGRAM} --version: {found}; NVSwitches: {', '.join(facts.switches)}"
         return Problem(what, seen, f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto")
     if not facts.active:
         what = "the fabric manager does not run: CUDA ends with error 802"
@@ -146,7 +146,7 @@ class RunFabricManager(Change):
         return {"enabled": is_active(system, UNIT, "is-enabled"), "active": is_active(system, UNIT)}
 
     def apply(self, system: System, tell: Tell) -> Json:
-        told = system.run((_PROGRAM, "--version"), timeout=20)
+        told = system.run((FABRIC_PROGRAM, "--version"), timeout=20)
         found = FabricFacts((UNIT,), version=parse_version(told.stdout + told.stderr), active=True)
         if problem := fault(found, self.version):
             raise GpuprovError(

@@ -21,7 +21,7 @@ from gpuprov.core.units import systemctl
 from gpuprov.driver.running_driver import MONITORS, active_units
 from gpuprov.driver.source import DriverSource
 from gpuprov.facts.driver import gather_holders
-from gpuprov.facts.gpus import _QUERY, _SMI, _SMI_SECONDS, CORRUPT_INFOROM, NOT_FOUND, MigGpu, gather_mig
+from gpuprov.facts.gpus import CORRUPT_INFOROM, MIG_QUERY, NOT_FOUND, SMI, SMI_SECONDS, MigGpu, gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.pci import FOR_GUESTS, own_ids
 from gpuprov.protocol.dataclass import dataclass
@@ -135,7 +135,7 @@ def _bring(system: System, index: int, text: str) -> None:
             return
         names = ", ".join(dict.fromkeys(model.name for model in models(system.tables).models if model.mig))
         what = f"GPU {index} can't be divided: it has no MIG"
-        seen = f"{_SMI} {' '.join(_QUERY)}: {index}, {gpu.current}, {gpu.pending}"
+        seen = f"{SMI} {' '.join(MIG_QUERY)}: {index}, {gpu.current}, {gpu.pending}"
         raise GpuprovError(what, seen, f"take it out of the MIG layout (disabled); these have MIG: {names}")
     if gpu.instances:
         for option in ("-dci", "-dgi"):
@@ -147,7 +147,7 @@ def _bring(system: System, index: int, text: str) -> None:
     if text.startswith(_ALL) and not profiles:
         names = ", ".join(_look(system, index).most) or "none"
         what = f"GPU {index} has no MIG profile {text[len(_ALL) :]}"
-        raise GpuprovError(what, f"{_SMI} mig -lgip: {names}", "choose one of these")
+        raise GpuprovError(what, f"{SMI} mig -lgip: {names}", "choose one of these")
     if profiles:
         words = ("mig", "-i", str(index), "-cgi", largest_first(profiles), "-C")
         done = _smi(system, index, words, f"{','.join(profiles)} can't be made")
@@ -156,7 +156,7 @@ def _bring(system: System, index: int, text: str) -> None:
         if made.instances != profiles or made.incomplete:
             what = f"GPU {index} is not divided as asked, though nvidia-smi reported success"
             seen = f"there is {_shown(made) or 'nothing'}, asked for was {','.join(profiles)}\n{done.stdout.strip()}"
-            raise GpuprovError(what, seen, f"{_SMI} mig -lgi; {_SMI} mig -lgip")
+            raise GpuprovError(what, seen, f"{SMI} mig -lgi; {SMI} mig -lgip")
 
 
 def _shown(gpu: MigGpu) -> str:
@@ -167,7 +167,7 @@ def _look(system: System, index: int) -> MigGpu:
     found = next((gpu for gpu in gather_mig(system) if gpu.index == index), None)
     if found is None:
         what = f"there is no GPU {index} to divide"
-        raise GpuprovError(what, f"{_SMI} {' '.join(_QUERY)}", f"{_SMI} -L shows which there are")
+        raise GpuprovError(what, f"{SMI} {' '.join(MIG_QUERY)}", f"{SMI} -L shows which there are")
     return found
 
 
@@ -178,21 +178,21 @@ def _switch(system: System, index: int, mode: str) -> None:
     number = {"Enabled": "1", "Disabled": "0"}[mode]
     done = _smi(system, index, ("-i", str(index), "-mig", number), f"MIG can't be switched {mode.lower()}")
     if _look(system, index).current != mode:
-        system.run((_SMI, "--gpu-reset", "-i", str(index)), timeout=_SMI_SECONDS)
+        system.run((SMI, "--gpu-reset", "-i", str(index)), timeout=SMI_SECONDS)
     gpu = _look(system, index)
     if gpu.current != mode:
         what = f"MIG on GPU {index} is {gpu.current}, {mode} only after a reset of the GPU"
-        step = f"end what uses the GPU, then {_SMI} --gpu-reset -i {index}; or reboot; then run the same command again"
+        step = f"end what uses the GPU, then {SMI} --gpu-reset -i {index}; or reboot; then run the same command again"
         raise GpuprovError(what, _with_users(system, done.stdout.strip()), step)
 
 
 def _smi(system: System, index: int, words: tuple[str, ...], what: str, accepted: tuple[int, ...] = (0,)) -> Completed:
-    done = system.run((_SMI, *words), timeout=_SMI_SECONDS)
+    done = system.run((SMI, *words), timeout=SMI_SECONDS)
     if done.returncode not in (*accepted, CORRUPT_INFOROM):
         # nvidia-smi says on stdout why it failed.
         said = "\n".join((done.stdout.strip() or done.stderr.strip()).splitlines()[-12:])
         seen = _with_users(system, f"`{' '.join(done.argv)}` exited {done.returncode}\n{said}")
-        step = f"{_SMI} mig -lgip shows what there is room for, {_SMI} who uses the GPU"
+        step = f"{SMI} mig -lgip shows what there is room for, {SMI} who uses the GPU"
         raise GpuprovError(f"GPU {index}: {what}", seen, step)
     return done
 

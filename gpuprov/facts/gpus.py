@@ -31,9 +31,9 @@ class Chip:
 Chips = Mapping[str, Chip]
 
 
-_SMI = "nvidia-smi"
-_SMI_SECONDS = 120
-_QUERY = ("--query-gpu=index,mig.mode.current,mig.mode.pending", "--format=csv,noheader")
+SMI = "nvidia-smi"
+SMI_SECONDS = 120
+MIG_QUERY = ("--query-gpu=index,mig.mode.current,mig.mode.pending", "--format=csv,noheader")
 # `|   0  MIG 3g.40gb           9        2          4:4     |`; a GPU instance's table has a placement at its end.
 _INSTANCE = re.compile(r"^\|\s+(\d+)\s+MIG (\S+)\s+\d+\s+(\d+)\s+\d+:\d+\s*\|", re.MULTILINE)
 # `|   0      2       MIG 3g.40gb          2         0          0:4     |`: GPU and GPU instance of a compute instance.
@@ -70,18 +70,18 @@ def gather_mig(system: System) -> tuple[MigGpu, ...]:
 
     Raises GpuprovError if it gives no answer, or if there are MIG devices and it does not list them.
     """
-    modes = system.run((_SMI, *_QUERY), timeout=_SMI_SECONDS)
+    modes = system.run((SMI, *MIG_QUERY), timeout=SMI_SECONDS)
     rows = parse_modes(require_answer(modes, "nvidia-smi does not tell which GPUs there are").stdout)
     if not any(current == "Enabled" for _, current, _ in rows):
         return tuple(MigGpu(*row) for row in rows)
-    listed = system.run((_SMI, "mig", "-lgi"), timeout=_SMI_SECONDS)
+    listed = system.run((SMI, "mig", "-lgi"), timeout=SMI_SECONDS)
     if listed.returncode not in (0, NOT_FOUND, CORRUPT_INFOROM):
         # Taken for GPUs without instances, they would be divided again, and a rollback or a reset would lose them.
         raise GpuprovError("the MIG devices of this host can't be listed", listed.evidence(4), "gpuprov health")
     instances = parse_instances(listed.stdout)
-    compute = system.run((_SMI, "mig", "-lci"), timeout=_SMI_SECONDS) if instances else listed
+    compute = system.run((SMI, "mig", "-lci"), timeout=SMI_SECONDS) if instances else listed
     bare = incomplete(listed.stdout, compute)
-    most = parse_profiles(system.run((_SMI, "mig", "-lgip"), timeout=_SMI_SECONDS).stdout)
+    most = parse_profiles(system.run((SMI, "mig", "-lgip"), timeout=SMI_SECONDS).stdout)
     return tuple(MigGpu(*row, instances.get(row[0], ()), most.get(row[0], {}), row[0] in bare) for row in rows)
 
 
@@ -147,7 +147,7 @@ _BRIDGE_CLASS = "0x0680"
 # From B200 on the switches hide behind network adapters, whose vital product data says so (NVIDIA's driver container).
 _ADAPTERS, _SWITCH_MANAGEMENT = "/sys/class/infiniband", b"SW_MNG"
 UNIT = "nvidia-fabricmanager.service"
-_PROGRAM = "nv-fabricmanager"
+FABRIC_PROGRAM = "nv-fabricmanager"
 # Kernel modules that it needs before it starts.
 FABRIC_MODULES = "/etc/modules-load.d/gpuprov-fabric.conf"
 
@@ -188,7 +188,7 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
         switches, managed = (*of_nvidia(system, _BRIDGE_CLASS), *adapters), bool(adapters)
     if not switches:
         return FabricFacts(hidden=_hidden(system, fabrics))
-    told = system.run((_PROGRAM, "--version"), timeout=20)
+    told = system.run((FABRIC_PROGRAM, "--version"), timeout=20)
     active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)) for verb in ("is-active", "is-enabled"))
     version, silent = parse_version(told.stdout + told.stderr), unanswered_evidence(told, active, enabled)
     return FabricFacts(switches, managed, version, active.ok, enabled.ok, silent=silent)
