@@ -19,7 +19,7 @@ from gpuprov.packages.interface import Installation
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
-from gpuprov.protocol.tables import Tables
+from gpuprov.protocol.tables import LONG_TERM_BRANCH, Tables
 from gpuprov.protocol.versions import version_numbers
 
 # Packages that only NVIDIA's repository has, and on which its other driver packages depend.
@@ -105,7 +105,7 @@ def _of_nvidia(facts: HostFacts) -> str:
 
 def preferred_kind(branch: distros.DriverBranch, device_ids: Sequence[str], asked: str, tables: Tables) -> str:
     """Return open or proprietary; if these GPUs support both, NVIDIA's recommendation for the branch."""
-    version = generations.comparable_version(branch.branch) or "580.999"
+    version = generations.comparable_version(branch.branch or LONG_TERM_BRANCH)
     return generations.settled_type(device_ids, version, asked, tables)
 
 

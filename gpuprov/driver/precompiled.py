@@ -14,6 +14,7 @@ from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.dataclass import dataclass, replace
 from gpuprov.protocol.errors import Problem
 from gpuprov.protocol.spec import HostSpec
+from gpuprov.protocol.tables import LONG_TERM_BRANCH
 from gpuprov.protocol.versions import version_numbers
 
 # NVIDIA compiles for the kernels of Red Hat itself, on x86_64; those of 10 are Red Hat's own, in its extensions.
@@ -56,7 +57,7 @@ def kind_of(facts: HostFacts, spec: HostSpec) -> str:
 
     If both work it is open, as NVIDIA recommends. Without a version it is the newest, which only the repository knows.
     """
-    version = generations.comparable_version(spec.driver_version) or "580.999"
+    version = generations.comparable_version(spec.driver_version or LONG_TERM_BRANCH)
     kind = generations.module_type(facts.gpu_device_ids, version, spec.kernel_module_type, facts.tables)
     return "open" if kind == "auto" else kind
 

@@ -170,7 +170,7 @@ def recommend(
     usable = [one for one in mine if not breaks(one)] or mine
     known = advisories(tables)
     clean = next((one for one in usable if not vulnerabilities(DRIVER, one, known)), "")
-    is_needed = generations.problems(ids, f"{LONG_TERM_BRANCH}.999", asked, tables)
+    is_needed = generations.problems(ids, generations.comparable_version(LONG_TERM_BRANCH), asked, tables)
     kind = f"branch {branch}, which this host needs" if is_needed else f"branch {branch}"
     holes = "" if clean else "though no release of the branch is without known security holes"
     serves = f"{'long-term branch' if branch == LONG_TERM_BRANCH else kind}, {_serves(ids, tables, holes)}"
