@@ -64,7 +64,8 @@ class Cause:
 def examine(system: System, spec: HostSpec, sink: Sink) -> Finished:
     """Examine the host, report the findings, and return the final event."""
     x = gather(system, spec)
-    if recommended.is_open(spec) and x.driver.library_version:
+    is_unknown = x.installed is not None and x.installed.fault is not None  # what the journals say of the driver
+    if recommended.is_open(spec) and x.driver.library_version and not is_unknown:
         # The mirror is not asked: the doctor needs no network.
         choice = recommended.choose(system, replace(spec, driver_mirror=""))
         if choice.newer:

@@ -26,7 +26,7 @@ from gpuprov.checks.cuda.survey import ENGINES, Survey, survey
 from gpuprov.checks.smi import parse_smi
 from gpuprov.core.changes import file_digest, images_in, parent_of
 from gpuprov.core.commands import TIMED_OUT
-from gpuprov.core.journal import Run, read_runs, unfinished_run, written_files
+from gpuprov.core.journal import RUNS_DIRECTORY, STATE_DIRECTORY, Run, read_runs, unfinished_run, written_files
 from gpuprov.core.lock import LOCK_PATH, other_run
 from gpuprov.core.system import BOOTED, System
 from gpuprov.doctor import snapshot
@@ -323,7 +323,9 @@ def _broken(system: System) -> Mapping[str, str]:
 
 def _changeable(system: System, host: HostFacts, texts: Mapping[str, str]) -> Mapping[str, str]:
     """Return what root or its containers obey and others can change, with owner and mode."""
-    paths = (*SPECIFICATION_FOLDERS, *_specifications(texts), *host.files, host.docker.config_path)
+    journals = (f"{RUNS_DIRECTORY}/{name}" for name in system.list_directory(RUNS_DIRECTORY))
+    paths = (*SPECIFICATION_FOLDERS, *_specifications(texts), *host.files, host.docker.config_path, STATE_DIRECTORY,
+             RUNS_DIRECTORY, *journals)  # fmt: skip
     found = ((path, system.status(system.real_path(path))) for path in paths)
     real = {path: one for path, one in found if one and one.kind in ("file", "directory")}
     return {path: f"{one.uid} {one.mode:o}" for path, one in real.items() if one.uid or one.mode & 0o022}

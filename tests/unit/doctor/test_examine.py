@@ -157,10 +157,17 @@ def test_settings_that_cannot_be_read_are_seen(host: DoctorHost) -> None:
 
 def test_files_that_others_can_change_are_seen(host: DoctorHost) -> None:
     assert examined(host).changeable == {}
-    for path in ("etc/cdi", "usr/bin/gpuprov-container-runtime", "etc/docker/daemon.json"):
-        (host.root / path).chmod(0o777)
-    found = {"/etc/cdi": "0 777", LAUNCHER_PATH: "0 777", "/etc/docker/daemon.json": "0 777"}
-    assert examined(host).changeable == found
+    journals = ("/var/lib/gpuprov", "/var/lib/gpuprov/runs", "/var/lib/gpuprov/runs/0001.jsonl")
+    paths = ("/etc/cdi", LAUNCHER_PATH, "/etc/docker/daemon.json", *journals)
+    for path in paths:
+        host.path(path).chmod(0o777)
+    assert examined(host).changeable == dict.fromkeys(paths, "0 777")
+    # Whether a newer driver may be had is in the journals.
+    found: list[Event] = []
+    run_request(Request("doctor", spec_to_json(replace(SPEC, driver="runfile"))), found.append, host)
+    assert "others-can-change" in [cause.rule for cause in causes(found)]
+    for path in journals:
+        host.path(path).chmod(0o700)
     for path, target in (("etc/docker/daemon.json", "/dev/null"), ("usr/bin/gpuprov-container-runtime", "/nowhere")):
         (host.root / path).unlink()
         (host.root / path).symlink_to(target)
