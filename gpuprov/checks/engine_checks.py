@@ -109,7 +109,7 @@ def _docker_cdi(facts: DockerFacts, test: EngineTest) -> Values:
         raise Skipped(off)
     if off:
         waits = cdi.waits and not cdi.is_to_be_set
-        raise Failed(f"{off}; {f'systemctl restart {facts.unit.name}' if waits else 'run gpuprov install'}")
+        raise Failed(f"{off}; {f'systemctl restart {facts.unit.word}' if waits else 'run gpuprov install'}")
     return same_gpus(replace(test, engine=DOCKER_CDI))
 
 
@@ -282,7 +282,7 @@ def same_gpus(test: EngineTest) -> Values:
 def _smi(test: EngineTest, devices: str) -> SmiReport:
     done = test.engine.run(test.system, test.image, ("nvidia-smi", "-q", "-x"), devices)
     if _NO_HOOK in done.stderr and test.engine == DOCKER_GPUS:
-        raise Failed(f"docker finds the --gpus hook at its start: systemctl restart {gather_unit(test.system).name}")
+        raise Failed(f"docker finds the --gpus hook at its start: systemctl restart {gather_unit(test.system).word}")
     if not done.ok:
         raise Failed(ended(test, done))
     return parse_smi(done.stdout)

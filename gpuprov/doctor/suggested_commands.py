@@ -89,7 +89,7 @@ def edit_docker(x: HostSnapshot) -> str:
 
 def restart_docker(x: HostSnapshot) -> str:
     """Return the command that restarts docker or, without systemd, the one that shows how it was started."""
-    refused, name = restart_problem(x.host.docker.unit), x.host.docker.unit.name
+    refused, name = restart_problem(x.host.docker.unit), x.host.docker.unit.word
     if refused and name == "docker":
         return refused.next_step
     unit = x.units.get("docker.service")

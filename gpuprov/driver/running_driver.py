@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -115,7 +116,7 @@ def unload(system: System, wanted: Unloading, tell: Tell) -> None:
 
 def end_command(holders: Sequence[GpuHolder]) -> str:
     """Return what ends these processes; systemd may start those of a service again."""
-    units = " ".join(sorted({one.unit for one in holders if one.unit and not one.unit.startswith("user@")}))
+    units = shlex.join(sorted({one.unit for one in holders if one.unit and not one.unit.startswith("user@")}))
     again = f" (if they come again: systemctl stop {units})" if units else ""
     return f"kill {' '.join(str(one.pid) for one in holders)}{again}"
 

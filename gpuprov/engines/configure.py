@@ -121,7 +121,7 @@ def _docker(system: Reader, request: ConfigureRequest) -> Configuration:
             raise GpuprovError.several(wrong)
         after = edited_json(text, entry, keep_arguments=True) or text
     # docker sets up devices by CDI when it starts.
-    restart = f"systemctl restart {unit.name} (this stops containers, unless live-restore is on)"
+    restart = f"systemctl restart {unit.word} (this stops containers, unless live-restore is on)"
     before, content = (None if one is None else one.encode("utf-8", "surrogateescape") for one in (text, after))
     edit = FileEdit(path, before, content)
     return Configuration((edit,), notes, restart if entry.cdi or unit.name != "docker" else "systemctl reload docker")

@@ -57,7 +57,7 @@ def restart_problem(unit: DockerUnit, path: str = LAUNCHER_PATH) -> Problem | No
     """Return why systemd could not restart docker, or None; `path`: the runtime's program."""
     seen = f"systemctl show {UNIT}: {unit.active}\n/proc/PID/cmdline of dockerd: {' '.join(unit.running)}"
     if unit.is_foreign and unit.name != "docker":
-        return Problem(f"{unit.name} runs docker, not {UNIT}", seen, _OTHER_UNIT.format(path, unit.name))
+        return Problem(f"{unit.name} runs docker, not {UNIT}", seen, _OTHER_UNIT.format(path, unit.word))
     if unit.is_foreign:
         return Problem("the running docker was not started by systemd, which can't restart it", seen, _END_FOREIGN)
     if step := _SOCKET_STEPS.get(unit.socket_load):

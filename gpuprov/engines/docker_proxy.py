@@ -78,7 +78,7 @@ def warning(docker: DockerFacts, proxy: Proxy, *, in_use: bool | None) -> str:
         return f"{docker.config_path} names proxies of its own: docker uses these, not gpuprov_proxy"
     if docker.active and in_use is False and docker.restart_stops:
         names = ", ".join(docker.running_containers)
-        return f"docker uses the proxy after a restart, which stops {names}: systemctl restart {docker.unit.name}"
+        return f"docker uses the proxy after a restart, which stops {names}: systemctl restart {docker.unit.word}"
     return ""
 
 

@@ -60,6 +60,11 @@ class DockerUnit:
     silent: str = ""
 
     @property
+    def word(self) -> str:
+        """dockerd's unit for a shell: systemd escapes names with backslashes (systemd.unit(5))."""
+        return shlex.quote(self.name)
+
+    @property
     def arguments(self) -> tuple[str, ...]:
         """The effective arguments: the unit's if they can be read, else those of the running dockerd."""
         is_readable = any(word.rpartition("/")[2] == "dockerd" for word in self.command)

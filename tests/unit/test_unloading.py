@@ -414,3 +414,5 @@ def test_a_service_is_named_beside_the_process_to_kill() -> None:
     assert running_driver.end_command((mine,)) == "kill 5"
     found = running_driver.end_command((mine, GpuHolder(6, "ollama", NODE, "ollama.service")))
     assert found == "kill 5 6 (if they come again: systemctl stop ollama.service)"
+    found = running_driver.end_command((GpuHolder(6, "x", NODE, "data\\x2dx.service"),))
+    assert found == "kill 6 (if they come again: systemctl stop 'data\\x2dx.service')"

@@ -134,9 +134,9 @@ ENGINE_ROWS = (
              unit("docker.service", load="masked", active="inactive")),
         "masked", "systemctl unmask docker.service"),
     Row("docker-masked",
-        docker(unit=DockerUnit("masked", active="inactive", running=("dockerd",), name="own.service"), runtimes={}),
+        docker(unit=DockerUnit("masked", active="inactive", running=("dockerd",), name=r"a\x2db.service"), runtimes={}),
         "docker.service: inactive", "gpuprov runtime configure --runtime-path /usr/bin/gpuprov-container-runtime "
-        "--cdi.enabled; systemctl restart own.service; gpuprov install"),
+        r"--cdi.enabled; systemctl restart 'a\x2db.service'; gpuprov install"),
     Row("docker-down",
         both(docker(active=False, error="Cannot connect"), unit("docker.service", active="failed", result="exit-code"),
              docker_says('level=error msg="failed to start daemon: error initializing graphdriver: driver not '
