@@ -229,13 +229,15 @@ def _runs_with_its_file(system: System) -> bool:
 
 def _run_again(system: System, path: str) -> str:
     """Make docker run with the current file; return why it does not, or ""."""
-    since = system.clock()
+    since, unit = system.clock(), docker_unit.gather_unit(system)
+    if unit.is_foreign:
+        return ""  # it runs under another unit, or by hand: this one would start a second docker
     if not is_active(system, UNIT):
         trouble = restart(system, UNIT)
     elif docker_unit.restart_stops_containers(system) is not False:
         # docker drops a runtime only at a restart: it may know it until then.
         trouble = systemctl(system, "reload", UNIT)
-    elif docker_unit.refusal(system, docker_unit.gather_unit(system), path):
+    elif docker_unit.refusal(system, unit, path):
         # It ran with a file that would have prevented its start, and does so again.
         return ""
     else:

@@ -260,7 +260,7 @@ def will_live_restore(unit: DockerUnit, text: str | None) -> bool:
 def failure(system: System) -> Problem | None:
     """Return the problem of a docker whose unit has failed, None for any other state."""
     unit = gather_unit(system)
-    if (unit.load, unit.active) != ("loaded", "failed"):
+    if (unit.load, unit.active) != ("loaded", "failed") or unit.is_foreign:
         return None
     seen = f"systemctl show {UNIT}: {unit.active}, {unit.result}\n{last_words(system)}".strip()
     return Problem("docker has failed and does not run", seen, "journalctl -u docker -n 50")

@@ -360,6 +360,9 @@ def undone(host: Docker, before: Mapping[str, Any], outcome: Mapping[str, Any] |
     return host.verbs
 
 
+_ELSEWHERE = "Id=docker.service\nLoadState=loaded\nActiveState=inactive\nMainPID=0\n"
+
+
 @pytest.mark.parametrize(
     ("was_active", "enable", "setup", "verbs"),
     [
@@ -380,6 +383,8 @@ def undone(host: Docker, before: Mapping[str, Any], outcome: Mapping[str, Any] |
         (False, False, {"_info": lambda argv: (1, "", "Cannot connect to the Docker daemon")}, ["reload"]),
         # docker was removed since.
         (True, True, {"without": ("dockerd",)}, []),
+        # Another unit runs docker by now.
+        (True, False, {"active": False, "broken": {"show": _ELSEWHERE}}, []),
         # Words of a docker that starts are no error.
         (True, False, {"log": {1000: "level=error msg=harmless\n"}}, RESTART),
     ],
@@ -389,6 +394,9 @@ def test_undo_restores(tmp_path: Path, was_active: bool, enable: bool, setup: di
     what = change(enable=enable)
     before = what.capture(host)
     applied(host, what)
+    for path, content in (("/run/docker.pid", b"77"), ("/proc/77/cmdline", b"/usr/bin/dockerd\0")):
+        host.make_directory(path.rpartition("/")[0])
+        host.write(path, content)
     vars(host).update(setup)
     assert undone(host, before) == verbs
     assert host.text == OLD

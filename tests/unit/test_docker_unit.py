@@ -13,7 +13,7 @@ from gpuprov.core.system import System
 from gpuprov.engines.configure import configuration
 from gpuprov.engines.docker import plan, problems, reach_local_docker
 from gpuprov.engines.docker_config import edited, with_member, without_member, without_runtimes
-from gpuprov.engines.docker_unit import decisive_lines, gather_unit, restart_stops_containers
+from gpuprov.engines.docker_unit import decisive_lines, failure, gather_unit, restart_stops_containers
 from gpuprov.engines.known import ConfigureRequest, RuntimeEntry
 from tests.examples import examples
 from tests.unit.refused import refused
@@ -220,6 +220,8 @@ def test_no_second_docker_starts_beside_that_of_another_unit(tmp_path: Path, loa
     assert problems(after, NVIDIA) == () and plan(after, replace(NVIDIA, cdi=False)) == ()
     found = configuration(host, ConfigureRequest("docker", NVIDIA))
     assert found.reload_command.startswith("systemctl restart my-docker.service ")
+    host.shown = host.shown.replace("ActiveState=inactive", "ActiveState=failed")
+    assert gather_unit(host).active == "failed" and failure(host) is None
 
 
 @pytest.mark.parametrize("load", ["loaded", "masked"])
