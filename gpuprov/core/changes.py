@@ -221,6 +221,9 @@ class RemoveFile(PathChange):
     def diff(self, system: System) -> str:
         return text_diff(self.path, system.read_bytes(self.path), None)
 
+    def capture(self, system: System) -> Json:
+        return capture_path_itself(system, self.path)
+
     def apply(self, system: System, tell: Tell) -> None:
         system.remove(self.path)
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from gpuprov.bundle.manifest import BundleFacts
 from gpuprov.cdi.discover import DriverFacts, discover
-from gpuprov.cdi.generate import PATH as SPECIFICATION
 from gpuprov.cdi.generate import other_specifications
 from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.places import CACHE_DIRECTORY, STOPPED
@@ -320,8 +319,8 @@ def gather_files(system: System) -> Mapping[str, FileFact]:
     found = {}
     for path in (*_MANAGED_FILES, *listed):
         status = system.status(path)
-        if status and status.kind == "link" and ("gpuprov" in path or path == SPECIFICATION):
-            status = system.status(system.real_path(path))  # a file of ours is written where the link leads
+        if status and status.kind == "link" and path not in (NVIDIA_DOCKER, deploy.NVIDIA_HOOK_PATH):
+            status = system.status(system.real_path(path))  # files are read, and written, there
         if status is None:
             continue
         # A link, or a program too large to be gpuprov's, exists too and belongs to others.

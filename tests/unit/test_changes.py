@@ -184,6 +184,7 @@ CHANGES: dict[str, tuple[Any, str, FileStatus | None]] = {
     "write": (WriteFile(PATH, b"new\n", 0o600), "file", FileStatus("file", 0o600, 7, 8, 4)),
     "write into new folders": (WriteFile(PATH, b"new\n"), "nothing", FileStatus("file", 0o644, 0, 0, 4)),
     "remove": (RemoveFile(PATH, "why"), "file", None),
+    "remove a link": (RemoveFile(PATH, "why"), "link", None),
     "node": (MakeNode(PATH, 195, 7, 0o660, 44), "empty folder", FileStatus("char", 0o660, 0, 44, 0, "", 195, 7)),
     "node in new folders": (MakeNode(PATH, 195, 7), "nothing", FileStatus("char", 0o666, 0, 0, 0, "", 195, 7)),
     "mode": (SetMode(PATH, 0o600), "file", FileStatus("file", 0o600, 7, 8, 4)),

@@ -20,6 +20,7 @@ from gpuprov.protocol.errors import ExitCode
 from gpuprov.protocol.events import FactsGathered, Note
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec import parse_spec
+from gpuprov.runtime_hook.deploy import NVIDIA_HOOK_PATH
 from tests import simgpu
 from tests.unit.ask import ask
 from tests.unit.fake_host import RELEASE, FakeHost
@@ -215,17 +216,17 @@ def test_facts_for_a_user_leave_out_what_only_root_may_read(tmp_path: Path, monk
 
 
 @pytest.mark.parametrize(("target", "content"), [("/srv/unit", b"x"), ("/srv/none", None), ("/srv", None)])
-def test_a_file_of_ours_that_is_a_link_is_where_the_link_leads(
-    tmp_path: Path, target: str, content: bytes | None
-) -> None:
+def test_a_file_that_is_a_link_is_where_the_link_leads(tmp_path: Path, target: str, content: bytes | None) -> None:
     host = System(str(tmp_path))
-    for folder in ("/srv", "/etc/apt/sources.list.d"):
+    for folder in ("/srv", "/etc/apt/sources.list.d", "/etc/yum.repos.d", "/usr/bin"):
         host.make_directory(folder)
     (tmp_path / "srv/unit").write_bytes(b"x")
-    for name in ("gpuprov-site", "others"):
+    paths = ("/etc/apt/sources.list.d/gpuprov-site.sources", "/etc/apt/sources.list", "/etc/apt/sources.list.d/x.list",
+             "/etc/yum.repos.d/x.repo")  # fmt: skip
+    for path in (*paths, NVIDIA_HOOK_PATH):
         # Relative: the folder of the test is no root.
-        (tmp_path / f"etc/apt/sources.list.d/{name}.sources").symlink_to(f"../../..{target}")
-    found = dict(gather_files(host))
-    ours = found.pop("/etc/apt/sources.list.d/gpuprov-site.sources", None)
-    assert (ours and ours.content) == content
-    assert found == {}
+        (tmp_path / path[1:]).symlink_to("../" * (path.count("/") - 1) + target[1:])
+    found = {path: one.content for path, one in gather_files(host).items()}
+    # Where the link of NVIDIA's hook leads is NVIDIA's own program.
+    assert found.pop(NVIDIA_HOOK_PATH) == b""
+    assert found == (dict.fromkeys(paths, content) if content else {})
