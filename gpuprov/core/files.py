@@ -297,7 +297,7 @@ def df(place: Path) -> str:
 
 def mounted_noexec(place: Path) -> str:
     """Return the mount that holds this place if it is mounted noexec, else ""."""
-    there = next(one for one in (place, *place.parents) if one.exists())
+    there = next(one for one in (place, *place.parents) if one.is_dir())
     return _mount_of(there) if os.statvfs(there).f_flag & os.ST_NOEXEC else ""
 
 

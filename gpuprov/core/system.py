@@ -172,7 +172,7 @@ class System:
         return files.real_path(self.root, path)
 
     def free_bytes(self, path: str) -> int:
-        """Return the free space, in bytes, of the file system that holds `path` (or its nearest existing parent)."""
+        """Return the free space, in bytes, of the file system that holds a folder (or its nearest existing parent)."""
         return shutil.disk_usage(self._existing(path)).free
 
     def df(self, path: str) -> str:
@@ -180,9 +180,9 @@ class System:
         return f"df {files.df(self._existing(path))} {path}"
 
     def _existing(self, path: str) -> Path:
-        """Return the place of `path`, or of its nearest existing parent."""
+        """Return the place of a folder, or of its nearest existing parent."""
         place = self.path(path)
-        return next(one for one in (place, *place.parents) if one.exists())
+        return next(one for one in (place, *place.parents) if one.is_dir())
 
     def which(self, program: str) -> str | None:
         """Return the absolute path of a program of the machine, or None."""
@@ -290,8 +290,8 @@ class System:
     def write_problems(self, paths: Iterable[str], executed: Iterable[str] = ()) -> tuple[Problem, ...]:
         """Return what prevents writing at these paths, and running programs below `executed`; changes nothing."""
         found: dict[tuple[str, str], list[str]] = {}
-        no_folder = functools.cache(self._no_folder)
-        for path in paths:
+        no_folder, executed = functools.cache(self._no_folder), tuple(executed)
+        for path in (*paths, *(f"{folder}/new" for folder in executed)):
             link = no_folder(str(Path(path).parent)) or self._no_file(path)
             found.setdefault(link or files.write_refusal(self.path(self.real_path(path))), []).append(path)
         found.pop(("", ""), None)

@@ -310,6 +310,18 @@ def test_a_link_to_a_device_prevents_a_write_and_the_device_stays(tmp_path: Path
     assert status is not None and status.kind == "char"
     system.remove("/x.conf")
     assert system.write_problems(["/x.conf", "/dev/null"]) == ()
+    # In the place of a folder: what lacks is the folder, not room in /dev, nor programs' right to run there.
+    system.make_directory("/var/cache")
+    system.make_link("/var/cache/gpuprov", "/dev/null")
+    (problem,) = system.write_problems([], ["/var/cache/gpuprov"])
+    assert problem.evidence == "/var/cache/gpuprov is a link to /dev/null, which is no folder"
+    assert problem.next_step == "rm /var/cache/gpuprov"
+
+
+def test_room_is_that_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/cache").symlink_to("/proc/self/mounts")
+    assert System().free_bytes(str(tmp_path / "folder/cache")) > 0
 
 
 def test_an_output_without_end_does_not_fill_the_memory() -> None:
