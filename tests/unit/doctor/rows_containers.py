@@ -13,7 +13,7 @@ from gpuprov.doctor.finding import LIKELY, WARNING
 from gpuprov.doctor.snapshot import HostSnapshot
 from gpuprov.facts.boot import RebootFacts
 from gpuprov.facts.interpreter import MISSING, Interpreter
-from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
+from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from tests.integration.doctor_typing import FORGET, NO_REFRESH, OTHER_CUDA, OTHER_VERSION, PROGRAM, SLEEPER, Group
 from tests.lab.fixtures import DRIVER
@@ -233,7 +233,10 @@ CONTAINER_GROUPS = (
            f"{NVIDIA_SETTINGS_PATH}",
            f"sed s/{DRIVER}/{OTHER_VERSION}/ /etc/cdi/nvidia.json > /var/run/cdi/nvidia.json",
            f"echo '{_NVIDIA_DOCKER2}' > /etc/docker/daemon.json; systemctl restart docker"),
-          frozenset({"runtime-missing", "cdi-names-absent-files", "driver-root-missing", "ldconfig-missing"})),
+          frozenset({"runtime-missing", "cdi-names-absent-files", "driver-root-missing", "ldconfig-missing"}),
+          # The default stays where its owner has set it, and would be the other groups' too.
+          then={"runtime-missing": f"""sed -i 's/"default-runtime": "nvidia", *//' {_DAEMON_JSON}; """
+                "systemctl restart docker"}),
     Group("modes that keep users out",
           ("chmod 700 /etc/cdi; chmod 600 /etc/cdi/nvidia.json /dev/nvidia0 /dev/nvidiactl",
            f"chmod 644 {LAUNCHER_PATH}"),
@@ -262,6 +265,9 @@ CONTAINER_GROUPS = (
            "systemctl disable gpuprov-nodes.service"),
           frozenset({"runtime-files-missing", "boot-incomplete", "cdi-missing"}),
           then={"runtime-files-missing": f"{NO_REFRESH}; rm /etc/cdi/nvidia.json"}),
+    Group("the hook and the boot unit are links to nothing",
+          (f"ln -sfn /nowhere {NVIDIA_HOOK_PATH}; ln -sfn /nowhere /etc/systemd/system/gpuprov-nodes.service",),
+          frozenset({"hook-missing", "boot-incomplete"})),
     Group("the configuration is emptied, docker not restarted yet",
           (f"{NO_REFRESH}; echo '{{' > /etc/cdi/nvidia.json",
            "echo '{}' > /etc/docker/daemon.json"),
