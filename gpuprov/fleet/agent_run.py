@@ -16,6 +16,7 @@ from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.fleet import remote
 from gpuprov.fleet.inventory import HostTarget
+from gpuprov.fleet.ssh_config import UNHEEDED
 from gpuprov.protocol.codec import dump
 from gpuprov.protocol.errors import ExitCode, GpuprovError, Problem
 from gpuprov.protocol.events import EventReader, Finished, Note, Sink, Started
@@ -55,6 +56,9 @@ def run_agent(
     raises GpuprovError to prevent it. `stoppable` gets, once the agent runs, what asks it to stop unless a change has
     begun.
     """
+    for keyword in UNHEEDED:
+        if connection.ssh_config.get(keyword.lower(), "none") != "none":
+            sink(Note(f"the SSH option {keyword} has no effect here", "warning"))
     host = RemoteSystem(connection, target, agent.digest)
     claim(host.probe.machine)
     if host.probe.python is None and bootstrap_python:

@@ -40,6 +40,7 @@ _KNOWN = (
     "HostKeyAlgorithms ssh-ed25519"
 )
 _LINKS = "ip -6 -brief address show scope link  # names the interfaces"
+_OFF = ("no", "false")  # as the inventory has it, and as ssh says it
 _UNUSED = "not used: it, or the file of its key, can't be read"
 _PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
@@ -157,6 +158,8 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
     }
     if "password" in connection.connect_kwargs:
         connection.connect_kwargs |= {"allow_agent": False, "look_for_keys": False}
+    if options.get("pubkeyauthentication") in _OFF:
+        connection.connect_kwargs |= {"key_filename": [], "pkey": None, "allow_agent": False, "look_for_keys": False}
 
 
 def _transport(
@@ -167,7 +170,8 @@ def _transport(
 
     if sock is True:
         # paramiko itself gives up at an address that does not answer, whatever comes next.
-        sock = socket.create_connection((connection.host, connection.port), patience)
+        own = connection.ssh_config.get("bindaddress")
+        sock = socket.create_connection((connection.host, connection.port), patience, (own, 0) if own else None)
         # A dead connection breaks after a minute instead of hanging until TCP gives up.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _SILENCE_MILLISECONDS)
         # As ssh(1) does: else the kernel holds a short packet back until the one before it is acknowledged, 40 ms.
@@ -463,7 +467,8 @@ def _authentication_problem(target: HostTarget, hop: Connection, error: Exceptio
         tried.append("the password")
     if certificate := (hop.ssh_config or {}).get("certificatefile"):
         evidence.append(f"CertificateFile {certificate}: {'tried' if hop.connect_kwargs['pkey'] else _UNUSED}")
-    evidence.append(f"tried {', '.join(tried) or 'nothing'}")
+    off = "; PubkeyAuthentication is off" if (hop.ssh_config or {}).get("pubkeyauthentication") in _OFF else ""
+    evidence.append(f"tried {', '.join(tried) or 'nothing'}{off}")
     what = f"{place} {'takes no more keys of' if 'session' in str(error) else 'refuses to log in'} {hop.user}"
     step = "set ansible_user and ansible_ssh_private_key_file, unlock the key with ssh-add, or give a password with -k"
     if faults:

@@ -27,13 +27,15 @@ _USER_FILE = "~/.ssh/config"
 _SECONDS = 60  # `Match exec` runs commands
 # ssh answers with all its default keys where none is configured.
 _DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss)")
-# ssh_config(5) keywords that the connection heeds, by their lower-case form.
+# Keywords that change the connection and that gpuprov does not follow: each run says so.
+UNHEEDED = ("BindInterface", "KnownHostsCommand")
+# ssh_config(5) keywords that are read, by their lower-case form.
 HEEDED = {
     keyword.lower(): keyword
     for keyword in (
-        "CertificateFile", "GlobalKnownHostsFile", "HostKeyAlgorithms", "HostKeyAlias", "Hostname", "IdentitiesOnly",
-        "IdentityAgent", "IdentityFile", "Port", "ProxyCommand", "ProxyJump", "RevokedHostKeys",
-        "StrictHostKeyChecking", "User", "UserKnownHostsFile",
+        "BindAddress", "CertificateFile", "GlobalKnownHostsFile", "HostKeyAlgorithms", "HostKeyAlias", "Hostname",
+        "IdentitiesOnly", "IdentityAgent", "IdentityFile", "Port", "ProxyCommand", "ProxyJump", "PubkeyAuthentication",
+        "RevokedHostKeys", "StrictHostKeyChecking", "User", "UserKnownHostsFile", *UNHEEDED,
     )
 }  # fmt: skip
 # Common in Ansible inventories and without a meaning here: one connection serves the whole run, and it says by itself

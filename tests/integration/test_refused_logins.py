@@ -21,7 +21,7 @@ from gpuprov.fleet.agent_run import run_agent
 from gpuprov.fleet.inventory import HostTarget
 from gpuprov.fleet.ssh import connected, wait_for_boot
 from gpuprov.protocol.errors import ExitCode, GpuprovError
-from gpuprov.protocol.events import Finished
+from gpuprov.protocol.events import Finished, Note
 from gpuprov.protocol.request import Request
 from tests.files import put
 from tests.integration.sshd import PASSWORD, Server, serving
@@ -314,6 +314,23 @@ def test_no_other_key_of_the_agent_is_used_with_identities_only(target: HostTarg
     named = dataclasses.replace(target, identity_file=str(agent.with_name("key0")))
     only = (*target.ssh_options, ("IdentitiesOnly", "yes"))
     assert "refuses to log in open" in str(failure(dataclasses.replace(named, ssh_options=only)))
+
+
+def test_no_key_is_tried_if_the_configuration_switches_keys_off(target: HostTarget, agent: Path) -> None:
+    off = (*target.ssh_options, ("PubkeyAuthentication", "no"))
+    for path in (str(agent), ""):
+        assert "tried nothing" in str(failure(dataclasses.replace(target, identity_file=path, ssh_options=off)))
+
+
+def test_a_connection_is_bound_to_its_own_address_or_says_that_it_is_not(target: HostTarget, tmp_path: Path) -> None:
+    bound = (*target.ssh_options, ("BindAddress", "127.0.0.7"))
+    with connected(dataclasses.replace(target, ssh_options=bound), ACCEPTING) as connection:
+        assert connection.transport.getpeername()[0] == "127.0.0.1"
+        assert connection.transport.sock.getsockname()[0] == "127.0.0.7"
+    text = "Host *\n  BindInterface lo\n  KnownHostsCommand /bin/true\n"
+    unheeded = dataclasses.replace(target, ssh_config_file=str(put(tmp_path / "config", text)))
+    notes = [event.message for event in run(unheeded) if isinstance(event, Note)]
+    assert notes == [f"the SSH option {one} has no effect here" for one in ("BindInterface", "KnownHostsCommand")]
 
 
 def test_a_login_that_ends_after_too_many_keys_is_named(target: HostTarget, agent: Path) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
 
@@ -398,7 +399,7 @@ def test_the_agent_has_time_to_arrive_over_a_slow_link(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("gpuprov.fleet.remote.run", run)
     monkeypatch.setattr("gpuprov.fleet.remote.stream", stream)
-    connection: Any = None
+    connection: Any = SimpleNamespace(ssh_config={})
     run_agent(connection, HOSTS[0], Request("facts"), agent, lambda event: None)
     slowest = 80_000 / 8  # bytes a second
     assert limits[0] > len(agent.content) / slowest
