@@ -220,22 +220,24 @@ def with_options(*options: Callable[[_Command], _Command]) -> Callable[[_Command
 
 def made_options(command: str, options: dict[str, Any], **others: Any) -> Options:
     """Return the Options that a click command's arguments make; with -k and -K, ask for the passwords."""
-    passwords: dict[str, Any] = {
-        "password": asked("SSH password", wanted=options.pop("ask_pass")),
-        "become_password": asked("sudo password", wanted=options.pop("ask_become_pass")),
-    }
-    return Options(command, **others, **passwords, **options)
+    password = asked("SSH password", wanted=options.pop("ask_pass"))
+    sudo = asked("sudo password", wanted=options.pop("ask_become_pass"), otherwise=password)
+    return Options(command, **others, password=password, become_password=sudo, **options)
 
 
-def asked(what: str, *, wanted: bool) -> str:
+def asked(what: str, *, wanted: bool, otherwise: str = "") -> str:
     """Return a password typed at the terminal or, without one, the next line of standard input.
+
+    `otherwise`: what an empty one stands for, the SSH password, as with Ansible.
 
     Raises GpuprovError (exit code 2) if there is neither, or if it is not UTF-8.
     """
     if not wanted:
         return ""
     try:
-        typed = has_terminal() and f"{click.prompt(what, hide_input=True, err=True)}\n"
+        shown = f"{what} (empty: the SSH password)" if otherwise else what
+        prompt = functools.partial(click.prompt, shown, otherwise or None, hide_input=True, show_default=False)
+        typed = has_terminal() and f"{prompt(err=True)}\n"
         line = typed or (sys.stdin.readline() if sys.stdin else "")
         line.encode()  # some locales let other bytes through
     except UnicodeError:
@@ -245,7 +247,7 @@ def asked(what: str, *, wanted: bool) -> str:
         seen = "no terminal, and nothing more on standard input"
         step = "pipe it in, a line each; or set ansible_password, ansible_become_password in a vault"
         raise UsageError(f"there is nobody to ask for the {what}", seen, step)
-    return line.rstrip("\n")
+    return line.rstrip("\n") or otherwise
 
 
 def has_terminal() -> bool:

@@ -7,6 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
+
+from gpuprov.fleet.options import made_options
 
 
 @pytest.mark.parametrize("locale", ["C", "C.UTF-8"])
@@ -19,6 +22,24 @@ def test_a_password_that_is_not_utf_8_is_refused_before_the_run(locale: str, str
     )
     assert (done.returncode, done.stdout) == (2, b"")
     assert done.stderr.startswith(b"the sudo password is not text in UTF-8\n") and b"udce9" not in done.stderr
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+@pytest.mark.parametrize(
+    ("ssh", "typed", "found"),
+    [
+        (True, "secret\n\n", ("secret", "secret")), (True, "secret\nhunter2\n", ("secret", "hunter2")),
+        (False, "hunter2\n", ("", "hunter2")),
+    ],
+)  # fmt: skip
+def test_an_empty_sudo_password_is_the_ssh_password(
+    monkeypatch: pytest.MonkeyPatch, ssh: bool, typed: str, found: tuple[str, str], *, terminal: bool
+) -> None:
+    """As with Ansible."""
+    monkeypatch.setattr("gpuprov.fleet.options.has_terminal", lambda: terminal)
+    with CliRunner().isolation(typed):
+        made = made_options("install", {"ask_pass": ssh, "ask_become_pass": True})
+    assert (made.password, made.become_password) == found
 
 
 def facts_of_silent_hosts(folder: Path, number: int, files: tuple[int, int]) -> subprocess.CompletedProcess[str]:
