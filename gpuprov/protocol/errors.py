@@ -153,6 +153,9 @@ def resource_problem(error: BaseException) -> Problem | None:
     # Not EIO: a terminal that is gone has it too. tempfile finds no folder in a full or read-only /tmp.
     full = getattr(error, "errno", 0) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
     if isinstance(error, OSError) and (full or "temporary directory" in str(error)):
-        step = "make room in /tmp (`df -h /tmp`), or name a folder that can be written: export TMPDIR=FOLDER"
+        step = (
+            "make room in /tmp (`df -h /tmp`), lift a limit of the shell (`ulimit -f`), or name a folder that can be "
+            "written: export TMPDIR=FOLDER"
+        )
         return from_os_error("a file can't be written", error, step).problems[0]
     return None

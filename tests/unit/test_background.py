@@ -168,6 +168,7 @@ def test_no_memory_is_no_defect(tmp_path: Path, error: str) -> None:
         (OSError(28, "No space left on device", "/var/tmp"), "df -h"),
         (OSError(30, "Read-only file system"), "findmnt"),
         (FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"), "TMPDIR"),
+        (FileNotFoundError(2, "No usable temporary directory found in ['/tmp', '/var/tmp']"), "`ulimit -f`"),
     ],
 )
 def test_no_room_is_no_defect(tmp_path: Path, error: OSError, step: str) -> None:
