@@ -14,6 +14,7 @@ from gpuprov.protocol.secrets import masked_settings
 
 LOADER_CACHE = "/etc/ld.so.cache"
 _LDCONFIG_SECONDS = 120
+_LARGEST = 1 << 28  # as System.read_bytes: another user's sparse file may have terabytes
 Json = Mapping[str, Any]
 Jsons = tuple[Json, ...]
 # Reports progress of a change: a message, and done/total if known (0/0: unknown).
@@ -326,9 +327,11 @@ def image_content(image: Json) -> bytes | None:
 
 
 def file_digest(system: System, path: str) -> str:
-    """Return the SHA-256 of a file, "" if it is missing or not a regular file."""
+    """Return the SHA-256 of a file, "" if it is missing or not a regular file, its size if no run writes as much."""
     found = system.status(path)
-    return system.sha256(path) if found is not None and found.kind == "file" else ""
+    if found is None or found.kind != "file":
+        return ""
+    return system.sha256(path) if found.size <= _LARGEST else f"size {found.size}"
 
 
 def is_as_shown(system: System, image: Json) -> bool:

@@ -112,6 +112,9 @@ def test_files_of_root_are_written_and_have_digests(system: System) -> None:
     assert file_digest(system, PATH) == hashlib.sha256(b"new\n").hexdigest()
     system.make_link("/link", "a/b/x")
     assert file_digest(system, "/c/d") == file_digest(system, "/nothing") == file_digest(system, "/link") == ""
+    with system.path(PATH).open("wb") as sparse:
+        sparse.truncate(1 << 42)
+    assert file_digest(system, PATH) == "size 4398046511104"
 
 
 def test_of_missing_folders_those_that_others_use_stay(system: System) -> None:
