@@ -7,17 +7,8 @@ import re
 from typing import Any
 
 from gpuprov.boot.prepare import content_of, started
-from gpuprov.core.changes import (
-    Change,
-    Json,
-    Tell,
-    capture_path,
-    capture_path_itself,
-    parent_of,
-    restore_paths,
-    text_diff,
-    write_files,
-)
+from gpuprov.core import changes
+from gpuprov.core.changes import Change, Json, Tell, parent_of
 from gpuprov.core.journal import STATE_DIRECTORY
 from gpuprov.core.proxy import Proxy
 from gpuprov.core.system import System, sha256_of
@@ -90,12 +81,12 @@ class SetWatch(Change):
 
     def diff(self, system: System) -> str:
         program = [f"+{PROGRAM}"] if self.agent else []
-        texts = (text_diff(path, system.read_bytes(path), content) for path, content, _ in self.files)
+        texts = (changes.text_diff(path, system.read_bytes(path), content) for path, content, _ in self.files)
         return "\n".join(part for part in (*texts, *program) if part)
 
     def capture(self, system: System) -> Json:
         paths = (*(path for path, *_ in self.files), *([PROGRAM] if self.agent else []))
-        images = [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]
+        images = [*(changes.capture_path(system, path) for path in paths), changes.capture_path_itself(system, LINK)]
         return {"files": images, "metrics": self.metrics, "before": _metrics(system)}
 
     def apply(self, system: System, tell: Tell) -> None:
@@ -105,10 +96,10 @@ class SetWatch(Change):
             if sha256_of(content) != self.digest:
                 what = f"{self.agent} has changed since the plan was made"
                 raise GpuprovError(what, f"its SHA-256 is not {self.digest}", "run the same command again")
-            write_files(system, ((PROGRAM, content, 0o644),))
+            changes.write_files(system, ((PROGRAM, content, 0o644),))
         if (old := _metrics(system)) != self.metrics:
             remove_metrics(system, old)
-        write_files(system, self.files)
+        changes.write_files(system, self.files)
         system.make_directory(parent_of(LINK))
         system.make_link(LINK, TIMER_FILE)
         daemon_reload(system)
@@ -133,11 +124,18 @@ class RemoveWatch(Change):
         return f"remove the watch ({TIMER}) with its specification and metrics"
 
     def diff(self, system: System) -> str:
-        return "\n".join(text_diff(path, system.read_bytes(path), None) for path in (SERVICE_FILE, TIMER_FILE, STORED))
+        return "\n".join(
+            changes.text_diff(path, system.read_bytes(path), None) for path in (SERVICE_FILE, TIMER_FILE, STORED)
+        )
 
     def capture(self, system: System) -> Json:
         paths = (SERVICE_FILE, TIMER_FILE, STORED, PROGRAM)
-        return {"files": [*(capture_path(system, path) for path in paths), capture_path_itself(system, LINK)]}
+        return {
+            "files": [
+                *(changes.capture_path(system, path) for path in paths),
+                changes.capture_path_itself(system, LINK),
+            ]
+        }
 
     def apply(self, system: System, tell: Tell) -> None:
         remove_metrics(system, _metrics(system))
@@ -172,7 +170,7 @@ def _stop(system: System) -> None:
 
 
 def _restore(system: System, before: Json) -> None:
-    restore_paths(system, before["files"])
+    changes.restore_paths(system, before["files"])
     if system.status(TIMER_FILE) is None:
         system.remove(STAMP)
     daemon_reload(system)
