@@ -167,7 +167,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.socket = listening
         self.socket.setblocking(False)
         self.answers = answers
-        self._lock = threading.Lock()
+        self._room = threading.Condition()
         # Connections that have not sent their request, oldest first; and those that get their answer. While as many as
         # may be are busy, a new one waits in the kernel's queue.
         self._waiting: list[Any] = []
@@ -175,7 +175,7 @@ class Server(http.server.ThreadingHTTPServer):
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Take a new connection."""
-        with self._lock:
+        with self._room:
             if self._waiting and len(self._waiting) + len(self.busy) >= MOST_AT_ONCE:
                 with contextlib.suppress(OSError):
                     self._waiting.pop(0).shutdown(socket.SHUT_RDWR)  # its thread reads the end, and closes it
@@ -184,7 +184,9 @@ class Server(http.server.ThreadingHTTPServer):
 
     def begin(self, connection: Any) -> bool:
         """Note that a connection has sent its request; return False if it has lost its place."""
-        with self._lock:
+        with self._room:
+            # It may have been accepted just before the last place was taken.
+            self._room.wait_for(lambda: len(self.busy) < MOST_AT_ONCE)
             if connection not in self._waiting:
                 return False
             self._waiting.remove(connection)
@@ -193,10 +195,11 @@ class Server(http.server.ThreadingHTTPServer):
 
     def shutdown_request(self, request: Any) -> None:
         """Close a connection, and free its place."""
-        with self._lock:
+        with self._room:
             if request in self._waiting:
                 self._waiting.remove(request)
             self.busy.discard(request)
+            self._room.notify_all()
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:

@@ -232,7 +232,7 @@ def test_it_comes_where_it_is_asked_for_and_once(fresh_host: FakeHost, facts: Ho
     assert status is not None
     assert (status.mode, status.uid, is_ours(fresh_host.read_bytes(PATH) or b"")) == (0o755, 0, True)
     text = fresh_host.read_text(PATH) or ""
-    assert f"\nexec {facts.interpreter.path} -I " in text and "/usr/lib/gpuprov/" in text and f'"{PATH}")' in text
+    assert f"\npython={facts.interpreter.path}\n" in text and "/usr/lib/gpuprov/" in text and f'"{PATH}")' in text
     assert nvidia_docker.plan(gather(fresh_host), WANTED) == ()
     InstallNvidiaDocker.undo(fresh_host, before, {})
     InstallNvidiaDocker.undo(fresh_host, before, {})
