@@ -11,6 +11,7 @@ from gpuprov.packages import interface
 from gpuprov.packages.failures import finish_apt
 from gpuprov.packages.interface import INSTALL_SECONDS, PackageFacts, read_held
 from gpuprov.protocol.dataclass import dataclass
+from gpuprov.protocol.errors import GpuprovError
 
 # In the order in which apt and dpkg take them.
 _LOCKS = (
@@ -49,6 +50,8 @@ _QUERY = (
     "dpkg-query", "--show", "--showformat=${db:Status-Status} ${Package} ${Version} ${Architecture} "
     "${db:Status-Want} ${db:Status-Eflag} ${Provides}\n",
 )  # fmt: skip
+_STATUS, _LISTS = "/var/lib/dpkg/status", "/var/lib/dpkg/info"
+_RESTORE = f"cp -p {_STATUS}-old {_STATUS}, or the newest whole one of /var/backups/dpkg.status*; then run this again"
 # Packages with pending triggers work; dpkg has yet to run another package's trigger.
 _WHOLE = ("installed", "triggers-pending", "triggers-awaited")
 _GONE = ("not-installed", "config-files")
@@ -87,9 +90,12 @@ def query(system: System) -> tuple[Package, ...]:
 
 def _queried(system: System) -> tuple[tuple[Package, ...], str]:
     """Return them with the machine's architecture, which is dpkg's own."""
-    step = "dpkg --audit; then run the same command again"
-    text = system.require(_QUERY, "dpkg's database can't be read", step).stdout
+    done, audit = system.run(_QUERY), "dpkg --audit; then run the same command again"
+    text = done.require("dpkg's database can't be read", _RESTORE if _STATUS in done.stderr else audit).stdout
     rows = [row for row in (line.split(" ", 6) for line in text.splitlines()) if len(row) >= 3]
+    if not rows and system.list_directory(_LISTS):
+        # dpkg takes a lost or empty database for a machine without packages.
+        raise GpuprovError("dpkg's database has no package", f"ls {_LISTS}: it has files of packages", _RESTORE)
     native = next((row[3] for row in rows if row[:2] == ["installed", "dpkg"] and len(row) > 3), "")
     packages = []
     for status, name, version, architecture, want, error, provides in (row + [""] * (7 - len(row)) for row in rows):

@@ -143,6 +143,9 @@ class RpmManager(interface.PackageManager):
         if system.which("rpm") is None or system.which(self.name) is None:
             return interface.PackageFacts("", {})
         installed, provided = parse_rpm(_query_all(system, "--queryformat", _QUERY))
+        if not installed:
+            step = "put its folder (rpm -E %_dbpath) back from a backup; then run this again"
+            raise GpuprovError("rpm's database has no package", "rpm -qa: nothing", step)
         keys = frozenset(gather_keys(system))
         locks = rpm_locks.gather_locks(system, self.hold_tool(system))
         return interface.PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)

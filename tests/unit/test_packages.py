@@ -20,6 +20,7 @@ from gpuprov.packages.dpkg import gather_packages, lock_holder, missing
 from gpuprov.packages.failures import FAILED, listed_under
 from gpuprov.packages.interface import HELD_LIST, PackageFacts
 from gpuprov.repos import AptRepository
+from tests.files import put
 from tests.unit.fake_host import FakeHost
 from tests.unit.refused import refused
 from tests.unit.scripted import Recorded
@@ -45,6 +46,25 @@ def test_only_wholly_installed_packages_count(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "dpkg-query: error: no database\n\n"])
 def test_nonsense_from_dpkg_is_nothing(tmp_path: Path, text: str) -> None:
     assert gather_packages(Queried(tmp_path, text=text)).installed == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "what", "step"),
+    [
+        ("", "", "dpkg's database has no package", "cp -p /var/lib/dpkg/status-old /var/lib/dpkg/status"),
+        ("", "dpkg-query: error: parsing file '/var/lib/dpkg/status' near line 2346 package 'libperl5.36:amd64':",
+         "dpkg's database can't be read", "cp -p /var/lib/dpkg/status-old /var/lib/dpkg/status"),
+        ("", "dpkg-query: too many open files", "dpkg's database can't be read", "dpkg --audit"),
+    ],
+)  # fmt: skip
+def test_a_lost_database_of_dpkg_is_no_host_without_packages(
+    tmp_path: Path, text: str, error: str, what: str, step: str
+) -> None:
+    """An installation would unpack all of docker's dependencies again, an undo would leave what the run installed."""
+    host = Queried(tmp_path, text, error)
+    put(tmp_path / "var/lib/dpkg/info/bash.list", "/.\n")
+    problem = refused(gather_packages, host)
+    assert problem.what == what and step in problem.next_step
 
 
 def test_debians_manager_is_apt_though_rpms_are_there_too(tmp_path: Path) -> None:
@@ -362,12 +382,12 @@ half-installed half 1.0 amd64 install reinstreq gone
 
 
 class Queried(RecordedApt):
-    def __init__(self, root: Path, text: str = QUERY) -> None:
+    def __init__(self, root: Path, text: str = QUERY, error: str = "") -> None:
         super().__init__(root)
-        self.text = text
+        self.text, self.error = text, error
 
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
-        return Completed(tuple(argv), 0, self.text)
+        return Completed(tuple(argv), 2 if self.error else 0, self.text, self.error)
 
 
 @pytest.mark.parametrize(

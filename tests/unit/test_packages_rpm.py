@@ -112,7 +112,7 @@ class RecordedRpm(Recorded):
     def __init__(self, root: Path, answer: tuple[int, str, str] = (0, "", "")) -> None:
         super().__init__(root, answer)
         self.packages = ["bash-5.1.8-9.el9.x86_64", "gpg-pubkey-96055b96-6b0152d9"]
-        self.rpm_answers = 0
+        self.rpm_answers, self.details = 0, RPM
         self.slept = 0.0
 
     def now(self) -> float:
@@ -124,7 +124,7 @@ class RecordedRpm(Recorded):
     def run(self, argv: Sequence[str], **more: Any) -> Completed:
         argv = tuple(argv)
         if argv[:2] == ("rpm", "-qa"):
-            text = RPM if "--queryformat" in argv else "".join(f"{name}\n" for name in self.packages)
+            text = self.details if "--queryformat" in argv else "".join(f"{name}\n" for name in self.packages)
             return Completed(argv, self.rpm_answers, text, "error: rpmdb: damaged" if self.rpm_answers else "")
         if argv[:2] == ("rpm", "-q"):
             return Completed(argv, 1, "package gpg-pubkey is not installed\n")
@@ -238,6 +238,15 @@ def test_a_database_that_cannot_be_read_is_no_empty_one(tmp_path: Path) -> None:
     host = RecordedRpm(tmp_path)
     host.rpm_answers = 1
     assert "rpm's database can't be read" in refused(DNF.gather, host).what
+
+
+def test_a_lost_database_of_rpm_is_no_host_without_packages(tmp_path: Path) -> None:
+    """rpm makes an empty one in its place, and succeeds."""
+    host = RecordedRpm(tmp_path)
+    host.details = ""
+    problem = refused(DNF.gather, host)
+    assert (problem.what, problem.evidence) == ("rpm's database has no package", "rpm -qa: nothing")
+    assert "rpm -E %_dbpath" in problem.next_step
 
 
 KEY = dearmored(
