@@ -171,6 +171,10 @@ EARLY = (
         ("E: The repository 'http://example.org/apt ./ Release' does not have a Release file.",
          "there is no repository at that address", "http://example.org/apt"),
         (GONE, "or the file is gone from it", "site-gpu-tools_1.0_all.deb"),
+        ("E: The repository 'cdrom://[Debian GNU/Linux 12.5.0] bookworm Release' does not have a Release file.",
+         "a package source is a CD or DVD", "cdrom://[Debian"),
+        ("E: ProxyAutoDetect command '/usr/bin/auto-apt-proxy' can not be executed! - access (2: No such file)",
+         "the program that finds apt's proxy can't be run", "auto-apt-proxy"),
         (
             "E: Conflicting values set for option Signed-By regarding source http://example.org/apt/ ./: /a.gpg != \n"
             "E: The list of sources could not be read.",
@@ -208,6 +212,15 @@ def test_a_script_that_fails_is_named_by_its_package(tmp_path: Path, said: str) 
     host = RecordedApt(tmp_path, answer=(100, listed, "E: Sub-process /usr/bin/dpkg returned an error code (1)"))
     problem = refused(InstallPackages(("gcc",)).apply, host, tell_nobody)
     assert problem.what == "gcc could not be installed: a script of foreign failed"
+
+
+def test_the_way_out_of_a_missing_key_opens_closed_folders(tmp_path: Path) -> None:
+    """apt reads keys as the user _apt, and calls one that it may not read missing."""
+    host = RecordedApt(tmp_path, answer=(100, "", NO_KEY))
+    assert (
+        "chmod go+rX /etc/apt /etc/apt/keyrings /etc/apt/keyrings/*"
+        in refused(RefreshPackageIndex().apply, host, tell_nobody).next_step
+    )
 
 
 def test_the_way_out_of_an_expired_key_fetches_gpuprovs_own_again(tmp_path: Path) -> None:
