@@ -18,7 +18,7 @@ from gpuprov.engines.known import KUBELET_CONFIG, EngineFacts, RuntimeEntry
 from gpuprov.engines.other_engines import registrations
 from gpuprov.facts.leftovers import FOLDER, Leftovers, Volume
 from gpuprov.runtime_hook.deploy import LAUNCHER_PATH, NVIDIA_HOOK_PATH
-from tests.integration.doctor_typing import PROGRAM, Group
+from tests.integration.doctor_typing import FORGET, PROGRAM, SLEEPER, Group
 from tests.keys import key_fingerprint, key_packet
 from tests.unit.doctor.ill import (
     AVC,
@@ -229,6 +229,12 @@ ENGINE_ROWS = (
             ),
         ),
         "docker-default", "aa-status", POSSIBLE),
+    Row("docker-no-room",
+        docker_says('level=error msg="Handler for POST /v1.41/containers/x/start returned error: failed to start shim: '
+                    'write /run/containerd/io.containerd.runtime.v2.task/moby/x/config.json: no space left on device"'),
+        "write /run/containerd", "df -h /run", WARNING),
+    Row("docker-no-room", docker_says("write /srv/docker/tmp/GetImageBlob1: disk quota exceeded"), "/srv/docker/tmp",
+        "df -i /run", WARNING),
     Row("bpf-refused",
         docker_says("nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
                     "BPF_CGROUP_DEVICE) failed: operation not permitted"),
@@ -369,6 +375,12 @@ def _package(name: str, version: str) -> str:
 ENGINE_GROUPS = (
     Group("containerd is stopped under docker", ("systemctl stop containerd.service",),
           frozenset({"docker-containerd-down"})),
+    Group("the file system of docker's sockets and containers' states is full",
+          (SLEEPER, "mount -o remount,size=$(($(df --output=used -k /run | tail -n 1) + 512))k /run",
+           "dd if=/dev/zero of=/run/filler bs=4k; docker run --rm sleeper:1 /bin/sleep 1 && exit 1; true"),
+          frozenset({"docker-no-room"}),
+          # What docker has said stays until then.
+          then={"docker-no-room": f"rm /run/filler; {FORGET}"}),
     Group("docker is disabled and its clients are sent elsewhere",
           ("systemctl disable --now docker.service docker.socket",
            "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment"),

@@ -289,7 +289,7 @@ def test_what_a_rule_follows_from_exists(rule: Any) -> None:
 
 # What a step may begin with: programs of a GPU host, its package managers, and gpuprov.
 PROGRAMS = {
-    "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "chown", "compute-sanitizer", "curl", "d=$(mktemp", "dkms",
+    "${EDITOR:-vi}", "aa-status", "apt-get", "chmod", "chown", "compute-sanitizer", "curl", "d=$(mktemp", "df", "dkms",
     "dmesg", "docker", "echo", "gpuprov", "grep", "install",
     "journalctl", "kill", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
     "nvidia-bug-report.sh", "nvidia-ctk", "nvidia-imex-ctl", "openssl",
