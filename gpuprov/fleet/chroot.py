@@ -83,6 +83,9 @@ def run_in_root(
     Raises GpuprovError if it is none, or has no Python.
     """
     path = _examined(root)
+    if request.command == "install" and os.statvfs(path).f_flag & os.ST_RDONLY:
+        step = f"findmnt -T {root}; mount -o remount,rw MOUNT"
+        raise GpuprovError(f"{root} is mounted read-only", f"findmnt -no OPTIONS -T {root}: ro", step)
     lock = _locked(path) if request.changes_the_host else contextlib.nullcontext()
     refused: list[GpuprovError] = []
     read = EventReader()

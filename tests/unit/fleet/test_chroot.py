@@ -97,6 +97,17 @@ def test_a_root_that_is_mounted_noexec_is_named(root: Path) -> None:
     assert caught.value.problems[0].next_step == f"findmnt -T {root}/usr; mount -o remount,exec MOUNT"
 
 
+def test_an_installation_into_a_read_only_root_is_refused(root: Path) -> None:
+    """Inside, Python found no folder for temporary files, and the advice was to make room in /tmp."""
+    subprocess.run(("mount", "--bind", "-o", "ro", str(root), str(root)), check=True)
+    try:
+        with pytest.raises(GpuprovError, match="is mounted read-only") as caught:
+            run(root, "1")
+    finally:
+        subprocess.run(("umount", str(root)), check=True)
+    assert caught.value.problems[0].next_step == f"findmnt -T {root}; mount -o remount,rw MOUNT"
+
+
 def test_the_builders_docker_is_not_named_inside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DOCKER_HOST", "tcp://127.0.0.1:2375")
     assert run(root, "os.environ.get('DOCKER_HOST')") == ["None"]
