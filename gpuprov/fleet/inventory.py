@@ -17,22 +17,8 @@ from typing import Any
 
 from gpuprov.core.files import expanded
 from gpuprov.core.system import System
-from gpuprov.fleet import options
-from gpuprov.fleet.ansible_reader import (
-    EXTRA_VARS_HINT,
-    WARNING,
-    Mistake,
-    ansible_error,
-    ansible_output,
-    ansible_temporary_folder,
-    ask_ansible,
-    clean,
-    explained,
-    hint_for,
-    new_loader,
-    reason_of,
-    with_origins,
-)
+from gpuprov.fleet import ansible_reader, options
+from gpuprov.fleet.ansible_reader import EXTRA_VARS_HINT, ansible_error, ask_ansible, clean, explained, hint_for
 from gpuprov.fleet.grouping import listed
 from gpuprov.fleet.ssh_config import ARGUMENT_VARIABLES, SshArguments, SshConfiguration, arguments_of
 from gpuprov.protocol import imex
@@ -209,7 +195,7 @@ def read_inventory(
             seen = f"{Path(source).absolute()}: no such file or directory"
             raise UsageError(f"there is no inventory {source}", seen, hint)
     require_files(extra_vars)
-    with ansible_temporary_folder(), ansible_output() as output:
+    with ansible_reader.ansible_temporary_folder(), ansible_reader.ansible_output() as output:
         try:
             hosts, extra_names = _load(sources, limit, extra_vars, vault_password_file, output)
             targets, warnings = _targets(hosts, sources, extra_names)
@@ -218,7 +204,7 @@ def read_inventory(
                 "Ansible cannot read the inventory", explained(error), hint_for(str(error)) or ask_ansible(sources[0])
             ) from None
     # Invalid groups, skipped files, names that match no host.
-    of_ansible = [clean(line) for line in output if line.startswith(WARNING)]
+    of_ansible = [clean(line) for line in output if line.startswith(ansible_reader.WARNING)]
     return Inventory(targets, tuple(dict.fromkeys((*of_ansible, *warnings))))
 
 
@@ -258,11 +244,11 @@ def variables_of(extra_vars: Sequence[str]) -> Mapping[str, Any]:
     require_files(extra_vars)
     values, other = plain_extra_vars(extra_vars)
     if other:
-        with ansible_temporary_folder(), ansible_output():
+        with ansible_reader.ansible_temporary_folder(), ansible_reader.ansible_output():
             from ansible.template import Templar
 
             try:
-                loader = new_loader()
+                loader = ansible_reader.new_loader()
                 values = ansible_extra_vars(loader, extra_vars)
                 values = _resolved("-e", values, Templar(loader=loader, variables=values).template)
             except ansible_error() as error:
@@ -292,7 +278,7 @@ def _load(
 
     if AnsibleCollectionConfig.collection_finder is None:  # once in a process
         init_plugin_loader([])
-    loader = new_loader()
+    loader = ansible_reader.new_loader()
     _give_vault_password(loader, vault_password_file)
     # Parsed one by one, to know which one fails; group_vars are searched beside all sources given to the manager.
     places = [with_ranges(source) if "," in source else str(Path(source).absolute()) for source in sources]
@@ -300,7 +286,7 @@ def _load(
     for source, place in zip(sources, places):
         before = len(output)
         if not manager.parse_source(place):
-            reason = reason_of(source, output[before:])
+            reason = ansible_reader.reason_of(source, output[before:])
             step = hint_for(reason) or ask_ansible(source)
             raise UsageError(f"Ansible cannot read the inventory {source}", reason, step)
     manager.reconcile_inventory()
@@ -409,7 +395,7 @@ def _targets(
 ) -> tuple[tuple[HostTarget, ...], list[str]]:
     targets: list[HostTarget] = []
     warnings: dict[str, list[str]] = {}
-    problems: list[Mistake] = []
+    problems: list[ansible_reader.Mistake] = []
     for name, values in hosts:
         try:
             arguments = arguments_of(values)
@@ -417,9 +403,9 @@ def _targets(
             for warning in (*arguments.warnings, *_unused(values)):
                 warnings.setdefault(warning, []).append(name)
         except GpuprovError as error:
-            problems += [Mistake(name, problem, values) for problem in error.problems]
+            problems += [ansible_reader.Mistake(name, problem, values) for problem in error.problems]
     if problems:
-        raise UsageError.several(with_origins(problems, sources, extra_names))
+        raise UsageError.several(ansible_reader.with_origins(problems, sources, extra_names))
     return tuple(targets), [f"{listed(names)}: {warning}" for warning, names in warnings.items()]
 
 
