@@ -11,20 +11,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
+from gpuprov.cdi import specification as cdi_format
 from gpuprov.cdi.discover import DriverFacts, Gpu, Node, discover
 from gpuprov.cdi.files import Library
-from gpuprov.cdi.specification import (
-    SUFFIXES,
-    Device,
-    DeviceNode,
-    Edits,
-    Hook,
-    Mount,
-    Specification,
-    parse_json,
-    problems,
-    render_json,
-)
+from gpuprov.cdi.specification import Device, DeviceNode, Edits, Hook, Mount, Specification, parse_json, render_json
 from gpuprov.core.system import System
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.runtime_hook.driver_files import HOOK_PATH
@@ -188,7 +178,7 @@ def host_facts(specification: Specification) -> dict[str, str]:
 
 
 def _first_difference(found: Specification, wanted: Specification) -> str:
-    if wrong := problems(found):
+    if wrong := cdi_format.problems(found):
         return wrong[0]
     for flag in _FLAGS:
         theirs, ours = (host_facts(one).get(flag, "nothing") for one in (found, wanted))
@@ -371,7 +361,7 @@ def _is_elsewhere(system: System, kind: str, path: str) -> bool:
     """
     name = rf"""["']?kind["']?\s*:\s*["']?{re.escape(kind)}["']?"""
     named = re.compile(rf"(?:^|[{{,])\s*{name}\s*(?:$|[,}}]|\s#)", re.MULTILINE)
-    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER) if name.endswith(SUFFIXES))
+    others = (f"{_FOLDER}/{name}" for name in system.list_directory(_FOLDER) if name.endswith(cdi_format.SUFFIXES))
     return any(named.search(system.read_text(other) or "") for other in others if other != path)
 
 
