@@ -9,20 +9,8 @@ from typing import Callable
 from gpuprov.checks.memory import FORGET
 from gpuprov.core.system import System
 from gpuprov.doctor import cdi_rules, docker_rules, driver_rules, engine_rules, gpu_rules, module_rules, toolkit_rules
-from gpuprov.doctor.finding import (
-    AREAS,
-    CERTAIN,
-    CONFIDENCES,
-    DOCKER,
-    GPUS,
-    MODULE,
-    POSSIBLE,
-    STEPS,
-    WARNING,
-    WHOLE,
-    Finding,
-    unknown_areas,
-)
+from gpuprov.doctor import finding as findings
+from gpuprov.doctor.finding import AREAS, CERTAIN, DOCKER, GPUS, MODULE, POSSIBLE, STEPS, WARNING, WHOLE, Finding
 from gpuprov.doctor.gather import gather
 from gpuprov.doctor.rules import ANY_ROOT, Rule, read_rules
 from gpuprov.doctor.snapshot import HostSnapshot
@@ -81,7 +69,7 @@ def report(x: HostSnapshot, causes: Sequence[Cause], sink: Sink) -> Finished:
     for area, summary in zip(AREAS, _SUMMARIES):
         if without_gpu and area != GPUS:
             sink(CheckDone(area, "skipped", reason="there is no GPU"))
-        elif x.lacks_gpus_yet and area in unknown_areas(x):
+        elif x.lacks_gpus_yet and area in findings.unknown_areas(x):
             sink(CheckDone(area, "skipped", reason="unknown: this copy of an image has no GPU, or does not run"))
         else:
             ill = any(cause.rule.area == area for cause in troubles)
@@ -135,7 +123,7 @@ def diagnose(x: HostSnapshot, rules: Sequence[Rule] = RULES) -> tuple[Cause, ...
     # A docker that the specification leaves alone is not examined.
     looked = [rule for rule in rules if rule.area != DOCKER or x.spec.docker != "none"]
     if x.lacks_gpus_yet:
-        looked = [rule for rule in looked if rule.area not in unknown_areas(x)]
+        looked = [rule for rule in looked if rule.area not in findings.unknown_areas(x)]
     found = list(filter(None, (_look(x, rule) for rule in looked)))
     if any(rule.name == _NO_GPU for rule, _ in found):
         # Whatever else is missing or wrong, to put it right helps nobody here.
@@ -198,5 +186,5 @@ def _root(rule: Rule, finding: Finding, found: Sequence[Rule]) -> str:
 
 
 def _rank(cause: Cause) -> tuple[bool, bool, int, int]:
-    confidence = CONFIDENCES.index(cause.finding.confidence)
+    confidence = findings.CONFIDENCES.index(cause.finding.confidence)
     return cause.finding.confidence == WARNING, cause.follows != "", confidence, AREAS.index(cause.rule.area)
