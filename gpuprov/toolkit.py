@@ -277,8 +277,7 @@ class WriteCdiSpecification(Change):
 
     def diff_in_short(self, system: System) -> str:
         files = (((CDI_SPECIFICATION, _present_specification(system)),) if self.content else ()) + self.others
-        pairs = ((path, system.read_bytes(path), content) for path, content in files)
-        texts = [in_short(path, before, content) for path, before, content in pairs if before != content]
+        texts = [in_short(path, old, new) for path, new in files if (old := system.read_bytes(path)) != new]
         # One that is not a specification is shown only in the full diff.
         return "\n".join(texts) if all(texts) else ""
 
