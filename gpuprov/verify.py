@@ -150,22 +150,21 @@ def _dcgm(system: System, spec: HostSpec, report: SmiReport) -> Values:
 
 
 def _cdi(system: System) -> Values:
-    path = PATH
-    content = system.read_bytes(path)
+    content = system.read_bytes(PATH)
     if content is None:
-        raise Failed(f"{path} is missing; run gpuprov install")
+        raise Failed(f"{PATH} is missing; run gpuprov install")
     driver = discover(system)
     if replaced := version_difference(system, driver):
         raise Failed(replaced)
     if different := difference(content, driver, any_version=is_of_another_version(system)):
-        reason = f"{path} does not describe the driver and GPUs that are here now: {different}"
+        reason = f"{PATH} does not describe the driver and GPUs that are here now: {different}"
         raise Failed(f"{reason}; run gpuprov install")
-    for place, needed in ((parent_of(path), 0o555), (path, 0o444)):
+    for place, needed in ((parent_of(PATH), 0o555), (PATH, 0o444)):
         status = system.status(place)
         if status is not None and status.mode & needed != needed:
             reason = f"{place} has mode {status.mode:04o}: engines of other users than root can't read it"
             raise Failed(f"{reason}; run gpuprov install, which opens it")
-    return path, ""
+    return PATH, ""
 
 
 def _next_kernel(system: System) -> Values:
