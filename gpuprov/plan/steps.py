@@ -156,12 +156,10 @@ def make_plan(facts: HostFacts, spec: HostSpec, steps: tuple[str, ...] = ()) -> 
     that is no step's.
     """
     chosen, context = _named(steps), PlanContext(facts, spec)
-    problems = preflight(context)
-    if problems:
+    if problems := preflight(context):
         return Plan((), problems, urls=() if NO_GPU in problems else _urls(context, chosen))
     changes = _once(StepChange(step.name, change) for step in chosen for change in step.plan(context))
-    problems = read_only_problems(facts, [one.change for one in changes])
-    if problems:
+    if problems := read_only_problems(facts, [one.change for one in changes]):
         return Plan((), problems)
     notes = (
         derivative_note(facts.os),
@@ -202,7 +200,6 @@ def _once(changes: Iterable[StepChange]) -> tuple[StepChange, ...]:
 
 def _named(names: tuple[str, ...]) -> tuple[Step, ...]:
     known = tuple(step.name for step in STEPS)
-    for name in names:
-        if name not in known:
-            raise UsageError(f"there is no step {name!r}", "", f"steps: {', '.join(known)}")
+    if unknown := [name for name in names if name not in known]:
+        raise UsageError(f"there is no step {unknown[0]!r}", "", f"steps: {', '.join(known)}")
     return tuple(step for step in STEPS if step.name in names) if names else STEPS
