@@ -253,9 +253,8 @@ def parse_mig_minors(text: str) -> Mapping[str, int]:
 def driver_nodes(system: System, minors: Sequence[int]) -> tuple[Node, ...]:
     """Return the expected nodes for GPUs of these minors, with their mode and group."""
     params = parse_information(system.read_text("/proc/driver/nvidia/params") or "")
-    modeset_loaded = system.exists("/sys/module/nvidia_modeset")
     majors = parse_devices(system.read_text("/proc/devices") or "")
-    nodes = expected_nodes(minors, majors, modeset_loaded=modeset_loaded)
+    nodes = expected_nodes(minors, majors, modeset_loaded=system.exists("/sys/module/nvidia_modeset"))
     if params.get("ModifyDeviceFiles") == "0":
         # The driver does not modify device files (ModifyDeviceFiles=0): udev's rules apply.
         found = [(node, _status(system, node)) for node in nodes]
