@@ -87,9 +87,8 @@ def words(flags: PlainFlags) -> tuple[str, ...]:
 def shell_words(flags: PlainFlags) -> tuple[str, ...]:
     """Return the arguments for `$(…)`. Raises ValueError for an argument that a shell would split or expand."""
     found = words(flags)
-    for word in found:
-        if _SHELL_SPECIAL.intersection(word):
-            raise ValueError(f"a shell would split or expand {word!r} in $(…)")
+    if wrong := next(filter(_SHELL_SPECIAL.intersection, found), ""):
+        raise ValueError(f"a shell would split or expand {wrong!r} in $(…)")
     return found
 
 
