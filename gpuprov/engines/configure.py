@@ -54,10 +54,9 @@ def hook(system: Reader, engine: str, path: str, program: str, *, unset: bool) -
     path = path or HOOK_FILE
     reload_command = ENGINES[engine].reload_command
     before = system.read_bytes(path)
-    after = _hook_json(program)
     if not unset:
         notes = ("NVIDIA calls OCI hooks deprecated; CDI needs none: podman run --device nvidia.com/gpu=all",)
-        return Configuration((FileEdit(path, before, after),), notes, reload_command)
+        return Configuration((FileEdit(path, before, _hook_json(program)),), notes, reload_command)
     if before is None or not is_hook_for(before, program):
         there = () if before is None else (f"{path} runs another program than {program}: left alone",)
         return Configuration((), there)
