@@ -66,8 +66,7 @@ conditions({
 
 
 def vulkan_files_missing(x: HostSnapshot) -> Seen | None:
-    named = VULKAN_AND_OPENCL.findall(x.texts.get(INSTALLER_STATE, ""))
-    missing = [path for path in named if path in x.absent]
+    missing = [path for path in VULKAN_AND_OPENCL.findall(x.texts.get(INSTALLER_STATE, "")) if path in x.absent]
     file = f"{KEPT}/{x.driver.library_version}.run"
     copies = "; ".join(f"install -D -m 644 $d/{path.rpartition('/')[2]} {path}" for path in missing)
     seen = (f"ls {path}: No such file or directory" for path in missing)

@@ -201,8 +201,7 @@ class HostSnapshot:
 
 def telling_lines(log: str) -> tuple[str, ...]:
     """Return the lines of a kernel log about GPUs and their driver."""
-    lines = (line.strip() for line in log.splitlines()[-_MOST_LINES:])
-    return tuple(line for line in lines if _TELLING.search(line))
+    return tuple(filter(_TELLING.search, map(str.strip, log.splitlines()[-_MOST_LINES:])))
 
 
 def docker_lines(log: str) -> tuple[str, ...]:
