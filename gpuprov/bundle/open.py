@@ -119,8 +119,7 @@ def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None
         raise GpuprovError("the bundle is not signed", seen, "gpuprov bundle create --sign KEYID …")
     if SIGNING_KEY not in bundle.contents.offsets:
         raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")
-    size = bundle.manifest.file(SIGNING_KEY).size
-    if size > _LARGEST_KEY:
+    if (size := bundle.manifest.file(SIGNING_KEY).size) > _LARGEST_KEY:
         raise GpuprovError("the bundle's key is too long to be one", counted(size, "byte"), "make it again")
     key = bundle.content(SIGNING_KEY)
     if fingerprints(key) != (fingerprint,):
