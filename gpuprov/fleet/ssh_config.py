@@ -140,13 +140,12 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
         raise UsageError("ssh refuses its configuration", failure, f"fix it: {shown} says where")
     lines = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.split(" ")[0] in HEEDED]
     keys = [line for line in lines if line.startswith("identityfile ")]
-    unset = {f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}
+    # `none` means no file to ssh, to paramiko and host_keys.py one of that name.
+    unset = {"identityfile none", f"userknownhostsfile {_home()}/.ssh/known_hosts {_home()}/.ssh/known_hosts2"}
     if len(keys) > 2 and all(map(_DEFAULT_KEY.fullmatch, keys)):
         unset |= set(keys)
     # Its keys are in the home directory that ssh takes, whatever HOME says.
     begin, place = "identityfile ~/", f"identityfile {_home()}/"
-    # `none` means no file to ssh, to paramiko and host_keys.py one of that name.
-    unset.add("identityfile none")
     lines = [_NO_KNOWN_HOSTS.get(line, line) for line in lines]
     return tuple(line.replace(begin, place) if line.startswith(begin) else line for line in lines if line not in unset)
 
