@@ -162,9 +162,7 @@ def _check_key(connection: Connection, settings: SshSettings) -> None:
         connection.connect_kwargs |= {"key_filename": [], "pkey": None, "allow_agent": False, "look_for_keys": False}
 
 
-def _transport(
-    connection: Connection, patience: float, check: host_keys.KeyCheck, sock: Any, **others: Any
-) -> Any:  # fmt: skip
+def _transport(connection: Connection, patience: float, check: host_keys.KeyCheck, sock: Any, **others: Any) -> Any:
     """Return paramiko's transport with time limits, and with certificates, known keys and fast ciphers first."""
     from paramiko import ProxyCommand, Transport
 
