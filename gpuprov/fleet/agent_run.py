@@ -65,8 +65,7 @@ def run_agent(
         sink(Note("installing Python with the host's package manager"))
         _bootstrap(host, request)
         host = RemoteSystem(connection, target, agent.digest)
-    problem = probe.python_problem(host.probe, target.python)
-    if problem is not None:
+    if problem := probe.python_problem(host.probe, target.python):
         raise GpuprovError.several((problem,))
     store = ("sh", "-c", push.STORE, "sh", agent.digest)
     in_time = _PATIENCE + len(agent.content) / _SLOWEST

@@ -299,8 +299,7 @@ def _load(
     # Ansible ignores a pattern of "[" or ",", would take all hosts, and fails at one of "&" or "!".
     if limit and (not manager._subset or {"&", "!"} & set(manager._subset)):
         raise UsageError("--limit names no host", repr(limit), ask_ansible(sources[0]))
-    hosts = manager.get_hosts()
-    if not hosts:
+    if not (hosts := manager.get_hosts()):
         what = f"--limit {limit} matches no host of the inventory {', '.join(sources)}"
         raise UsageError(what, "", ask_ansible(sources[0]))
 

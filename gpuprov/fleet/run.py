@@ -102,8 +102,7 @@ class Fleet:
         self.interruptions += 1
         self.ended_by = self.ended_by or code
         self.stopped = self.stopped or _NOT_BEGUN
-        drained = [name for name, drain in list(self._drains.items()) if drain.lasts]
-        if drained:
+        if drained := [name for name, drain in list(self._drains.items()) if drain.lasts]:
             self.output(f"drained now: {listed(drained)}; the report says who still is in the end")
         if self.interruptions == 1:
             self.output(_HERE_ONCE if self._here else _ONCE)
