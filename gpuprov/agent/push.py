@@ -76,8 +76,7 @@ def require_root(done: Completed, user: str) -> None:
 
 def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tuple[Problem, bool]:
     """Return why a host accepted the login but did not answer the probe, and whether its account can't run commands."""
-    found = account_problem(done, user)
-    if found is not None:
+    if found := account_problem(done, user):
         return found, True
     return Problem(
         "the host's shell does not answer as a shell should", ending(done, done.stdout.splitlines(), ended=ended),
