@@ -246,8 +246,7 @@ class PrepareBoot(Change):
         """Start the units now, so that a failing unit is reported now and not at the next boot."""
         for name in self.units:
             # `restart`: the nodes' unit stays active after its work, and may be an older one.
-            trouble = _systemctl(system, "restart", (name,))
-            if not trouble:
+            if not (trouble := _systemctl(system, "restart", (name,))):
                 continue
             said = log_of(system, name)
             # Persistence is optional. While another driver or none is loaded no unit can work: that may need a reboot.
