@@ -93,7 +93,6 @@ class SshSettings:
     )
 
 
-# Their fields.
 CONNECTION_FIELDS = tuple(SshSettings.__annotations__)
 
 
