@@ -12,17 +12,8 @@ from gpuprov.core.changes import Change, Json, RemoveFile, Tell, WriteFile, capt
 from gpuprov.core.commands import Completed
 from gpuprov.core.places import COPIES, FOLDER, REPOSITORY, REPOSITORY_KEY
 from gpuprov.core.system import System
-from gpuprov.packages import interface, rpm_locks
+from gpuprov.packages import interface, keys, rpm_locks
 from gpuprov.packages.failures import Advice, finish_rpm
-from gpuprov.packages.keys import (
-    BUNDLE_KEY,
-    InstallRpmKey,
-    armored,
-    gather_keys,
-    place_keys,
-    plan_bundle_keys,
-    with_placed_keys,
-)
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError
@@ -146,9 +137,9 @@ class RpmManager(interface.PackageManager):
         if not installed:
             step = "put its folder (rpm -E %_dbpath) back from a backup; then run this again"
             raise GpuprovError("rpm's database has no package", "rpm -qa: nothing", step)
-        keys = frozenset(gather_keys(system))
+        trusted = frozenset(keys.gather_keys(system))
         locks = rpm_locks.gather_locks(system, self.hold_tool(system))
-        return interface.PackageFacts(self.name, installed, provided=provided, trusted_keys=keys, locks=locks)
+        return interface.PackageFacts(self.name, installed, provided=provided, trusted_keys=trusted, locks=locks)
 
     def missing(self, packages: interface.PackageFacts, names: Iterable[str]) -> tuple[str, ...]:
         installed, found = packages.installed, []
@@ -194,10 +185,10 @@ class RpmManager(interface.PackageManager):
         if not touched:
             return self.query(system, (), names)
         files = [one for one in touched if isinstance(one, WriteFile)]
-        keys = [one for one in planned if isinstance(one, InstallRpmKey)]
+        new_keys = [one for one in planned if isinstance(one, keys.InstallRpmKey)]
         with system.temporary_directory("/var/tmp") as work:
             found = self.query(system, self._without(system, work, touched), names)
-            new = self.query(system, self._copy(system, work, files, keys), names) if files else {}
+            new = self.query(system, self._copy(system, work, files, new_keys), names) if files else {}
         return {name: (*found.get(name, ()), *new.get(name, ())) for name in {**found, **new}}
 
     def _without(self, system: System, work: str, touched: Sequence[WriteFile | RemoveFile]) -> tuple[str, ...]:
@@ -215,15 +206,15 @@ class RpmManager(interface.PackageManager):
         return _filled(self.folder_option, folder)
 
     def _copy(
-        self, system: System, work: str, files: Sequence[WriteFile], keys: Sequence[InstallRpmKey]
+        self, system: System, work: str, files: Sequence[WriteFile], new_keys: Sequence[keys.InstallRpmKey]
     ) -> tuple[str, ...]:
         """Write planned repositories below `work`; return the options that make these the only ones."""
-        places = place_keys(system, work, keys, armored)
+        places = keys.place_keys(system, work, new_keys, keys.armored)
         folder = f"{work}/{self.copied_directory}"
         system.make_directory(folder)
         named = set()
         for file in files:
-            content = with_placed_keys(file.content, places)
+            content = keys.with_placed_keys(file.content, places)
             system.write(f"{folder}/{file.path.rpartition('/')[2]}", content, mode=file.mode)
             named.update(re.findall(r"^gpgkey=file://(\S+)", content.decode(), re.MULTILINE))
         return self.only_from_copy(system, work, sorted(named))
@@ -240,7 +231,7 @@ class RpmManager(interface.PackageManager):
         more = _filled(self.limited_option, wanted.limited) if wanted.limited and wanted.bundle is None else ()
         apart = tuple(name for name in names if more and name in wanted.limited_names)
         together = tuple(name for name in names if name not in apart)
-        changes = [*plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle else (), packages.trusted_keys)]
+        changes = [*keys.plan_bundle_keys(wanted.bundle.vendor_keys if wanted.bundle else (), packages.trusted_keys)]
         for some, units, words in ((together, wanted.units, options), (apart, (), more)):
             if some:
                 install = InstallRpmPackages(self, some, units, words, wanted.advice, lift)
@@ -257,9 +248,9 @@ class RpmManager(interface.PackageManager):
         if key is None:
             return
         system.make_directory(BUNDLE_SOURCES, 0o700)
-        system.write(BUNDLE_KEY, armored(key))
+        system.write(keys.BUNDLE_KEY, keys.armored(key))
         system.write(f"{BUNDLE_SOURCES}/bundle.repo", bundle_source(self.bundle_lines).encode())
-        system.require(("rpm", "--import", BUNDLE_KEY), f"rpm can't import the key {repository_key}")
+        system.require(("rpm", "--import", keys.BUNDLE_KEY), f"rpm can't import the key {repository_key}")
 
 
 def _query_all(system: System, *words: str) -> str:
@@ -287,7 +278,7 @@ def bundle_source(lines: Iterable[str]) -> str:
     """
     head = (
         "[gpuprov-bundle]", "name=gpuprov bundle", f"baseurl=file://{FOLDER}/{REPOSITORY}", "enabled=1",
-        "repo_gpgcheck=1", f"gpgkey=file://{BUNDLE_KEY}", "gpgcheck=1",
+        "repo_gpgcheck=1", f"gpgkey=file://{keys.BUNDLE_KEY}", "gpgcheck=1",
     )  # fmt: skip
     return "".join(f"{line}\n" for line in (*head, *lines))
 
