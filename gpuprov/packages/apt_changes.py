@@ -205,9 +205,8 @@ class HoldPackages(interface.PackageHold):
     def _names(self, system: System) -> tuple[str, ...]:
         if not self.driver:
             return self.names
-        return tuple(
-            sorted(interface.driver_set(one.name for one in dpkg.query(system) if one.whole and one.want != "hold"))
-        )
+        free = (one.name for one in dpkg.query(system) if one.whole and one.want != "hold")
+        return tuple(sorted(interface.driver_set(free)))
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:

@@ -328,12 +328,8 @@ class RefreshRpmIndex(interface.IndexRefresh):
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> None:
-        done = run_rpm(
-            system,
-            _with(self.program.refresh, (*self.options, *self.program.as_asked)),
-            tell,
-            interface.REFRESH_SECONDS,
-        )
+        command = _with(self.program.refresh, (*self.options, *self.program.as_asked))
+        done = run_rpm(system, command, tell, interface.REFRESH_SECONDS)
         finish_rpm(done, NO_INDEX, self.program.good_codes)
 
 
@@ -384,10 +380,8 @@ class InstallRpmPackages(interface.PackageInstallation):
         done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
         finish_rpm(done, what, how.good_codes, self.advice)
         if only := _ONLY_TESTED.search(done.stdout):
-            what += ": dnf reported success, but has installed nothing"
-            raise GpuprovError(
-                what, only[0], "grep tsflags /etc/dnf/dnf.conf; remove `test`; then run the command again"
-            )
+            step = f"grep tsflags {conf}; remove `test`; then run the command again"
+            raise GpuprovError(f"{what}: dnf reported success, but has installed nothing", only[0], step)
         for unit in self.enable:
             # Taking the package away disables it again (%systemd_preun, daemon(7)).
             words = ("systemctl", "enable", unit)

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SOURCES = "/etc/apt/sources.list.d"
 _PREFERENCES = ("/etc/apt/preferences", "/etc/apt/preferences.d")
+_PIN = re.compile(r"^(Package|Pin-Priority):[ \t]*(.*?)[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _POLICY_SECONDS = 60
 OURS = "gpuprov-"
 # What apt reads besides our own files: it passes over names with other endings or letters (sources.list(5)).
@@ -261,9 +262,7 @@ def pins_on(texts: Mapping[str, str], name: str) -> tuple[str, ...]:
     for path, text in texts.items():
         number = 1
         for record in re.split(r"(?<=\n)(?=[ \t]*\n)", text):
-            fields = dict(
-                re.findall(r"^(Package|Pin-Priority):[ \t]*(.*?)[ \t]*$", record, re.MULTILINE | re.IGNORECASE)
-            )
+            fields = dict(_PIN.findall(record))
             patterns, priority = fields.get("Package", "").split(), fields.get("Pin-Priority", "0")
             if priority.startswith("-") and any(_matches(one, name) for one in patterns):
                 before = record[: re.search(r"^Package:", record, re.MULTILINE | re.IGNORECASE).start()]  # type: ignore[union-attr]

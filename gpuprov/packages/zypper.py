@@ -56,12 +56,8 @@ class Zypper(RpmManager):
         return f"{name}={version}-{release.rpartition('.')[0]}"
 
     def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
-        options = (
-            "--oldpackage",
-            "--no-recommends",
-            "--force-resolution",
-            *(("--dry-run",) if simulate else _AS_ASKED),
-        )
+        words = ("--dry-run",) if simulate else _AS_ASKED
+        options = ("--oldpackage", "--no-recommends", "--force-resolution", *words)
         if names[0].startswith("/"):
             return (*_ZYPPER, "--no-refresh", "install", *options, "--", *names)
         return (*_ZYPPER, "install", *options, "--", *map(self.word, names))
