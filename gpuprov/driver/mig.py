@@ -78,13 +78,9 @@ class DivideGpus(Change):
         return "\n".join(f"-GPU {index}: {now.get(index, '?')}\n+GPU {index}: {text}" for index, text in self.layout)
 
     def capture(self, system: System) -> Json:
-        ours = {index for index, _ in self.layout}
-        before = {
-            str(gpu.index): ",".join(gpu.instances) if gpu.current == "Enabled" else DISABLED
-            for gpu in gather_mig(system)
-            if gpu.index in ours
-        }
-        return {"before": before}
+        ours = [gpu for gpu in gather_mig(system) if gpu.index in dict(self.layout)]
+        texts = {str(gpu.index): ",".join(gpu.instances) if gpu.current == "Enabled" else DISABLED for gpu in ours}
+        return {"before": texts}
 
     def apply(self, system: System, tell: Tell) -> None:
         with _without_monitors(system, tell):
@@ -140,8 +136,8 @@ def _bring(system: System, index: int, text: str) -> None:
     if gpu.instances:
         for option in ("-dci", "-dgi"):
             # A GPU instance may have no compute instances.
-            words: tuple[str, ...] = ("mig", "-i", str(index), option)
-            _smi(system, index, words, "its instances can't be removed", accepted=(0, NOT_FOUND))
+            what = "its instances can't be removed"
+            _smi(system, index, ("mig", "-i", str(index), option), what, accepted=(0, NOT_FOUND))
     _switch(system, index, "Disabled" if text == DISABLED else "Enabled")
     profiles = profiles_of(text, _look(system, index)) if text else ()
     if text.startswith(_ALL) and not profiles:
