@@ -54,11 +54,8 @@ def module_type(device_ids: Sequence[str], version: str, asked: str, tables: Tab
     if asked != "auto" or not version:
         return asked
     kinds = {row.modules for one in device_ids if (row := generation_of(one, tables))}
-    if "open" in kinds:
-        return "open"
-    if "proprietary" in kinds:
-        return "proprietary"
-    return "open" if version_numbers(version) >= _OPEN_ONLY_SINCE else "auto"
+    by_version = "open" if version_numbers(version) >= _OPEN_ONLY_SINCE else "auto"
+    return next((kind for kind in ("open", "proprietary") if kind in kinds), by_version)
 
 
 def wanted_version(branch: int | str) -> str:
