@@ -123,15 +123,13 @@ def _known_to_break(kernel: Kernel, ids: Sequence[str], tables: Tables) -> Calla
 def _kept(system: System, spec: HostSpec, ids: Sequence[str], driver: DriverFacts) -> Choice | None:
     """Return what an earlier run chose, or the driver that is there and serves; None if neither is to be kept."""
     installed, recorded = driver.library_version, last_choice(system)
-    # A run that found a driver there installs none in its place.
-    is_gone = recorded is not None and recorded.driver == PREINSTALLED and not installed
-    if (
-        recorded is not None
-        and not is_gone
-        and (not recorded.done or recorded.driver != RUNFILE or installed in ("", recorded.version))
-    ):
-        source = "" if recorded.version else f"gpuprov_driver: {recorded.driver}, "
-        return Choice(recorded.driver, recorded.version, f"{source}chosen by an earlier run")
+    if recorded is not None:
+        # A run that found a driver there installs none in its place.
+        is_gone = recorded.driver == PREINSTALLED and not installed
+        is_replaced = recorded.done and recorded.driver == RUNFILE and installed not in ("", recorded.version)
+        if not (is_gone or is_replaced):
+            source = "" if recorded.version else f"gpuprov_driver: {recorded.driver}, "
+            return Choice(recorded.driver, recorded.version, f"{source}chosen by an earlier run")
     if not installed or system.exists(INCOMPLETE_MARK):
         return None
     if run_files.recorded_installation(system, installed) is not None:
