@@ -250,15 +250,18 @@ class InstallDriver(Installation, Change):
         require_room(system, self.path, _UNPACKED_RATIO, "/usr", "the driver")
         # Before anything runs it: the file may lie where others can replace it.
         digest = self.sha256 or system.sha256(self.path)
-        module_type = self._choose_modules(system, header) if self.kernel_modules else self.module_type
+        kind = self.module_type
         if self.kernel_modules:
+            # The file's own list of GPUs decides, if it has an answer.
+            chips = generations.read_supported_gpus(system, self.path, header.skip)
+            kind = generations.listed_module_type(self.gpu_device_ids, chips, self.asked_module_type, kind)
             require_sources(system)
         if self.unloading is not None and not self._make_way(system, self.unloading, tell):
             # The next plan installs it beside the driver that can't be unloaded.
             return {"installed": False}
         system.make_directory(STATE_DIRECTORY, 0o700)
         system.write(INCOMPLETE_MARK, f"{self.version}\n".encode())
-        self.install(system, module_type, tell)
+        self.install(system, kind, tell)
         start_again(system, tell)
         way = self.unloading
         if way is not None and way.modules and (loaded := discover(system).kernel_version) != self.version:
@@ -269,7 +272,7 @@ class InstallDriver(Installation, Change):
         system.sync()
         # How the driver was installed, and its file, so that another one can be undone.
         values = {one.name: getattr(self, one.name) for one in fields(Installation)}
-        record = Installation(**{**values, "sha256": digest, "module_type": module_type})
+        record = Installation(**{**values, "sha256": digest, "module_type": kind})
         run_files.record_installation(system, self.path, record, content=self.keep, replaces=self.replaces, tell=tell)
         system.remove(INCOMPLETE_MARK)
         if self.path.startswith(f"{CACHE_DIRECTORY}/"):
@@ -306,11 +309,6 @@ class InstallDriver(Installation, Change):
             return False
         return True
 
-    def _choose_modules(self, system: System, header: installer.Header) -> str:
-        """Return which modules to build, from the file's own list of GPUs; `module_type` if it has no answer."""
-        chips = generations.read_supported_gpus(system, self.path, header.skip)
-        return generations.listed_module_type(self.gpu_device_ids, chips, self.asked_module_type, self.module_type)
-
     def inspect(self, system: System) -> installer.Header:
         """Read the header before anything runs, and check file, version and architecture."""
         start = system.read_start(self.path, installer.HEADER_BYTES)
@@ -341,8 +339,7 @@ class InstallDriver(Installation, Change):
     def install(self, system: System, module_type: str, tell: Tell) -> None:
         """Run the installer, and verify what it installed. Raises GpuprovError."""
         dkms = self.kernel_modules and system.which("dkms") is not None
-        now = replace(self, module_type=module_type)
-        arguments = now.arguments(dkms=dkms, temporary=UNPACK, log=INSTALLER_LOG)
+        arguments = replace(self, module_type=module_type).arguments(dkms=dkms, temporary=UNPACK, log=INSTALLER_LOG)
         # Always the same folder, root's own: what a killed run left there goes now.
         system.remove_tree(UNPACK)
         system.make_directory(UNPACK, 0o700)
