@@ -86,5 +86,4 @@ class PackagedDriver(DriverSource):
             rpms = ChangeDriverRpms(manager, names, (), options, lift=lifted, wanted=wanted)
             return (*keys, RefreshRpmIndex(manager, options), rpms)
         options = apt_options(bundle)
-        change = ChangeDriverPackages(names, packages.driver_held, options, wanted=wanted)
-        return (RefreshPackageIndex(options), change)
+        return (RefreshPackageIndex(options), ChangeDriverPackages(names, packages.driver_held, options, wanted=wanted))

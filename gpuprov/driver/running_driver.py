@@ -356,16 +356,15 @@ def replacement(driver: DriverSource) -> Replacement:
     if found:
         return Replacement(obstacles=found)
     display = (running.display_manager,) if spec.stop_display_manager and running.display_manager else ()
-    return Replacement(
-        Unloading(
-            version=running.version,
-            modules=running.modules,
-            units=(*display, *running.units),
-            containers=tuple(sorted(running.containers.values())),
-            devices=_drm_nodes(facts),
-            boot_id=facts.reboot.boot_id if can_wait else "",
-        )
+    unloading = Unloading(
+        version=running.version,
+        modules=running.modules,
+        units=(*display, *running.units),
+        containers=tuple(sorted(running.containers.values())),
+        devices=_drm_nodes(facts),
+        boot_id=facts.reboot.boot_id if can_wait else "",
     )
+    return Replacement(unloading)
 
 
 def _others(running: RunningDriver, spec: HostSpec) -> tuple[GpuHolder, ...]:
