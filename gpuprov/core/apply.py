@@ -39,8 +39,7 @@ def apply_changes(
         begun = system.now()
         outcome = _apply_one(change, system, journal, sink)
         sink(ChangeDone(change.key, round(system.now() - begun, 3)))
-        next_action = change.next_action(outcome)
-        if next_action is not NextAction.CONTINUE:
+        if (next_action := change.next_action(outcome)) is not NextAction.CONTINUE:
             return Applied(index, next_action)
     return Applied(len(changes))
 
@@ -106,8 +105,7 @@ def resume_run(system: System, kinds: Kinds, sink: Sink) -> Journal | None:
     if run is None:
         return None
     journal = resume_journal(system, run)
-    interrupted = run.interrupted
-    if interrupted is not None:
+    if (interrupted := run.interrupted) is not None:
         sink(Note(f"an earlier run was interrupted in: {interrupted.key}; resuming it"))
         kind = kind_of(journal, interrupted, kinds)
         if kind.undo_when_interrupted:
@@ -123,8 +121,7 @@ def undo_disturbs(system: System, kinds: Kinds) -> bool:
     Raises GpuprovError if this gpuprov does not know that change.
     """
     run = unfinished_run(system)
-    interrupted = run.interrupted if run is not None else None
-    if run is None or interrupted is None:
+    if run is None or (interrupted := run.interrupted) is None:
         return False
     kind = kind_of(run, interrupted, kinds)
     return kind.undo_when_interrupted and kind.undo_disturbs
@@ -181,8 +178,7 @@ def _undo_entry(system: System, journal: Journal, entry: Entry, kinds: Kinds, be
 
 
 def kind_of(journal: Journal | Run, entry: Entry, kinds: Kinds) -> type[Change]:
-    kind = kinds.get(entry.kind)
-    if kind is None:
+    if entry.kind not in kinds:
         what = f"can't undo a change of kind {entry.kind!r}: this gpuprov does not know it"
         raise GpuprovError(what, f"journal {journal.path}, {entry.key}", "use the gpuprov version that made it")
-    return kind
+    return kinds[entry.kind]

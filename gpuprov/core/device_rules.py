@@ -93,8 +93,7 @@ def unregistered_devices(system: System) -> tuple[UnregisteredDevices, ...]:
         return ()
     shown = system.run(("systemctl", "show", _PROPERTIES, *scopes), timeout=_SECONDS)
     blocks = require_systemd(shown, "which devices containers have").stdout.split("\n\n")
-    found = (_unknown_of(system, block, nodes) for block in blocks)
-    return tuple(one for one in found if one is not None)
+    return tuple(filter(None, (_unknown_of(system, block, nodes) for block in blocks)))
 
 
 def require_systemd(done: Completed, what: str) -> Completed:

@@ -138,8 +138,7 @@ def read_foreign(place: Path, size: int) -> str:
     try:
         handle = os.open(place, _READ | os.O_NOFOLLOW)
         with os.fdopen(handle, "rb") as file:
-            regular = stat_module.S_ISREG(os.fstat(handle).st_mode)
-            content = file.read(size + 1) if regular else b""
+            content = file.read(size + 1) if stat_module.S_ISREG(os.fstat(handle).st_mode) else b""
     except OSError:
         return ""
     return content.decode("utf-8", "replace") if len(content) <= size else ""

@@ -114,8 +114,7 @@ def read_holder(system: System) -> LockHolder | None:
     stat = system.read_text(f"/proc/{pid}/stat")
     # proc(5): the state letter follows the name, which is in parentheses and may hold anything. A zombie is dead.
     is_running = stat is not None and stat.rpartition(")")[2].split()[0] not in ("Z", "X")
-    alive = is_running and _has_open(system, pid)
-    return LockHolder(pid, command, since, alive=alive, step=step)
+    return LockHolder(pid, command, since, alive=is_running and _has_open(system, pid), step=step)
 
 
 def other_run(system: System) -> LockHolder | None:

@@ -42,8 +42,7 @@ def restart(system: System, unit: str) -> str:
 
 def log_of(system: System, unit: str, lines: int = 4) -> str:
     """Return the last lines of a unit's log."""
-    words = ("journalctl", "--no-pager", "--output=cat", f"--lines={lines}", "--unit", unit)
-    return system.run(words).stdout.strip()
+    return system.run(("journalctl", "--no-pager", "--output=cat", f"--lines={lines}", "--unit", unit)).stdout.strip()
 
 
 @dataclass(frozen=True)
