@@ -93,8 +93,7 @@ def gather_boot(system: System) -> BootFacts:
     links = {path: status.target for path in _ENABLED if (status := system.status(path)) and status.kind == "link"}
     packaged = any(system.exists(path) for path in _PACKAGED)
     ssh_keygen = system.exists(SSH_KEYGEN) and system.exists("/etc/ssh")
-    mps = system.exists(MPS_PROGRAM)
-    return BootFacts(links, packaged, ssh_keygen, _is_encrypted(system), mps, lacking(system))
+    return BootFacts(links, packaged, ssh_keygen, _is_encrypted(system), system.exists(MPS_PROGRAM), lacking(system))
 
 
 def _is_encrypted(system: System) -> bool:

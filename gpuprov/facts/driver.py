@@ -162,8 +162,7 @@ def gather_holders(
     numbers |= {(node.major, node.minor) for node in nodes if node is not None and node.kind == "char"}
     numbers = {(NVIDIA_MAJOR, minor) for minor in minors} or numbers
     pids = sorted(int(name) for name in system.list_directory("/proc") if name.isdecimal())
-    found = (_holder(system, pid, numbers) for pid in pids if pid != system.own_pid())
-    return tuple(one for one in found if one is not None)
+    return tuple(filter(None, (_holder(system, pid, numbers) for pid in pids if pid != system.own_pid())))
 
 
 def _holder(system: System, pid: int, numbers: _Numbers) -> GpuHolder | None:

@@ -135,8 +135,7 @@ def _told_by_docker(system: System, found: Leftovers) -> Leftovers:
         if runtime.startswith("nvidia") and state not in ("created", "exited", "dead"):
             running.append(container)
     volumes = tuple(Volume(name, driver, users[name]) for driver, name in rows)
-    users_once = tuple(dict.fromkeys(folder_users))
-    return replace(found, volumes=volumes, running=tuple(running), folder_users=users_once)
+    return replace(found, volumes=volumes, running=tuple(running), folder_users=tuple(dict.fromkeys(folder_users)))
 
 
 def _containers(system: System) -> list[tuple[str, ...]]:

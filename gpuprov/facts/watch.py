@@ -51,7 +51,11 @@ class WatchFacts:
 
 def gather_watch(system: System, metrics: str, agent_path: str, extra: Mapping[str, Any]) -> WatchFacts:
     """Return the watch's files. `metrics` is the requested metrics file, empty without a watch."""
-    found = {path: fact for path in TEXTS if (fact := _file(system, path)) is not None}
+    found = {}
+    for path in TEXTS:
+        status, content = system.status(path), system.read_bytes(path)
+        if status is not None and content is not None:
+            found[path] = FileFact(content, status.mode, status.uid, status.gid)
     link = system.status(LINK)
     folder = metrics.rpartition("/")[0]
     has_folder = bool(folder) and (status := system.status(folder)) is not None and status.kind == "directory"
@@ -70,10 +74,3 @@ def stored(content: bytes | None) -> dict[str, Any]:
     """Return the content of a stored specification, empty if unreadable: then it is written again."""
     data = json_at(content or b"")
     return data if isinstance(data, dict) else {}
-
-
-def _file(system: System, path: str) -> FileFact | None:
-    status, content = system.status(path), system.read_bytes(path)
-    if status is None or content is None:
-        return None
-    return FileFact(content, status.mode, status.uid, status.gid)
