@@ -181,10 +181,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "", tables: Tables = PAC
     try:
         loaded: HostSpec = _SCHEMA().load({key: _finite(key, value, origin) for key, value in values.items()})
     except ValidationError as error:
-        problems = tuple(
-            check.problem_of(name, reason, values, origin, option_names())
-            for name, reason in check.flat(error.messages)
-        )
+        wrong = check.flat(error.messages)
+        problems = tuple(check.problem_of(*one, values, origin, option_names()) for one in wrong)
         raise UsageError.several(problems) from None
     return replace(loaded, driver_version=_driver_version(loaded, origin, tables))
 
