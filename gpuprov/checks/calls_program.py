@@ -102,12 +102,9 @@ def compute(cuda: ctypes.CDLL, ordinal: int) -> int:
     place, count, size = ctypes.c_uint64(), ctypes.c_uint32(COUNT), ctypes.c_size_t(ctypes.sizeof(numbers))
     call(cuda, "cuMemAlloc_v2", ctypes.byref(place), size)
     call(cuda, "cuMemcpyHtoD_v2", place, numbers, size)
-    pointers = [ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (place, count)]
-    blocks = (COUNT + THREADS - 1) // THREADS
-    call(
-        cuda, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, None,
-        (ctypes.c_void_p * 2)(*pointers), None,
-    )  # fmt: skip
+    pointers = (ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in (place, count))
+    blocks, arguments = (COUNT + THREADS - 1) // THREADS, (ctypes.c_void_p * 2)(*pointers)
+    call(cuda, "cuLaunchKernel", function, blocks, 1, 1, THREADS, 1, 1, 0, None, arguments, None)
     call(cuda, "cuCtxSynchronize")
     call(cuda, "cuMemcpyDtoH_v2", numbers, place, size)
     call(cuda, "cuMemFree_v2", place)

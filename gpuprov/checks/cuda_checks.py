@@ -296,8 +296,7 @@ def _measured(name: str, ours: Candidate, loaded: str) -> Values:
 
 
 def _driver_of(one: Candidate) -> str:
-    version = one.version or "of an unknown version"
-    return f"{version} (cuda-compat)" if one.compat else version
+    return (one.version or "of an unknown version") + (" (cuda-compat)" if one.compat else "")
 
 
 def _calls(test: EngineTest, python: Python, seen: _Seen) -> Values:

@@ -217,8 +217,7 @@ def _machine(system: System) -> str:
 
     All system containers of a host see the same number, and those without privileges may not read it.
     """
-    container = bool(gather_kernel(system).container)
-    places = (MACHINE_ID,) if container else ("/sys/class/dmi/id/product_uuid", MACHINE_ID)
+    places = (MACHINE_ID,) if gather_kernel(system).container else ("/sys/class/dmi/id/product_uuid", MACHINE_ID)
     return next((text for path in places if (text := (system.read_text(path) or "").strip())), "")
 
 
