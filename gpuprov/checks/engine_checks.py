@@ -78,14 +78,9 @@ def _check_docker(subject: Subject) -> None:
     runtime_ok = docker_ok and checks.check("runtime nvidia", lambda: _runtime(system, facts, spec))
     if not docker_ok:
         checks.skip(("runtime nvidia",), "requires docker")
-    names = (
-        *_names("docker"),
-        "docker run --gpus",
-        # An older docker can't, and nobody says that it could.
-        *((_BY_CDI,) if knows_cdi(facts.version) else ()),
-        *cuda_checks.names("docker"),
-        *_frameworks(spec),
-    )
+    # An older docker can't, and nobody says that it could.
+    by_cdi = (_BY_CDI,) if knows_cdi(facts.version) else ()
+    names = (*_names("docker"), "docker run --gpus", *by_cdi, *cuda_checks.names("docker"), *_frameworks(spec))
     missing = "" if runtime_ok else "the runtime" if docker_ok else "docker"
     if subject.host is None:
         missing = "the driver"
@@ -94,7 +89,7 @@ def _check_docker(subject: Subject) -> None:
         return
     _check_containers(checks, test)
     checks.check("docker run --gpus", lambda: same_gpus(replace(test, engine=DOCKER_GPUS)))
-    if _BY_CDI in names:
+    if by_cdi:
         checks.check(_BY_CDI, lambda: _docker_cdi(facts, test))
     _check_computing(subject, test, _frameworks(spec))
 
