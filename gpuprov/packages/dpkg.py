@@ -196,7 +196,6 @@ def repair(system: System, tell: Tell, options: tuple[str, ...] = (), *, require
         present = [one for one in query(system) if one.present]
         halves = tuple(one.name for one in present if one.error != "ok" or one.status == "half-installed")
         if halves:
-            words = ("install", "--reinstall", "--no-remove", "--", *halves)
-            done = run_apt(system, words, tell, options=options)
+            done = run_apt(system, ("install", "--reinstall", "--no-remove", "--", *halves), tell, options=options)
         if required:
             finish_apt(done, "an interrupted package installation could not be finished")

@@ -54,8 +54,7 @@ def dearmored(key: bytes) -> bytes:
 def armored(key: bytes) -> bytes:
     """Return a key in one armored block, which is the form that rpm imports (with its checksum: old ones want it)."""
     packets = dearmored(key)
-    text = base64.encodebytes(packets).decode("ascii")
-    lines = re.findall(".{1,64}", text.replace("\n", ""))
+    lines = re.findall(".{1,64}", base64.b64encode(packets).decode("ascii"))
     checksum = base64.b64encode(_crc24(packets).to_bytes(3, "big")).decode("ascii")
     head, tail = (f"-----{word} PGP PUBLIC KEY BLOCK-----" for word in ("BEGIN", "END"))
     return "".join(f"{line}\n" for line in (head, "", *lines, f"={checksum}", tail)).encode("ascii")
@@ -299,11 +298,8 @@ def with_placed_keys(source: bytes, places: Mapping[str, str]) -> bytes:
 
 def plan_bundle_keys(vendor_keys: Iterable[str], trusted: frozenset[str]) -> tuple[Change, ...]:
     """Return the change that makes rpm trust the vendor keys of the bundle's packages."""
-    return tuple(
-        InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one)
-        for one in vendor_keys
-        if one not in trusted
-    )
+    new = (one for one in vendor_keys if one not in trusted)
+    return tuple(InstallRpmKey(f"{_TAKEN}/{one}.asc", f"file://{FOLDER}/{KEYS}/{one}.asc", one) for one in new)
 
 
 def forget_bundle(system: System) -> None:

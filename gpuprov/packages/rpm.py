@@ -446,8 +446,7 @@ class RemoveRpms(interface.PackageRemoval):
         there, copies = installed_rpms(system), _copies(system)
         files = [copies[one] for one in before["packages"] if one not in there and one in copies]
         if files:
-            words = ("rpm", "--install", "--oldpackage", *files)
-            done = run_rpm(system, words, tell_nobody, _REMOVE_SECONDS)
+            done = run_rpm(system, ("rpm", "--install", "--oldpackage", *files), tell_nobody, _REMOVE_SECONDS)
             finish_rpm(done, "removed packages could not be installed again")
         restore_paths(system, before["keep"])
         for one in before["packages"]:

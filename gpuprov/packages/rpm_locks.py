@@ -161,7 +161,8 @@ class HoldRpmPackages(interface.PackageHold):
             return {}
         words = ("-qa", "--queryformat", _QUERY) if self.driver else ("-q", "--queryformat", _QUERY, *self.names)
         what = "rpm does not tell which versions are installed"
-        there = _rows(interface.require_answer(system.run(("rpm", *words)), what).stdout)
+        told = interface.require_answer(system.run(("rpm", *words)), what).stdout
+        there: dict[str, str] = dict(re.findall(r"^(\S+) (\S+)$", told, re.MULTILINE))
         if not self.driver:
             return {name: version for name, version in there.items() if name in self.names}
         names = interface.driver_set(there) - held_names(self.tool, system.read_text(self.path) or "")
@@ -199,8 +200,3 @@ class HoldRpmPackages(interface.PackageHold):
             end = "\n" if earlier and kept and not kept.endswith("\n") else ""
             system.write(path, (kept + end + "".join(earlier)).encode())
         restore_path(system, before["list"])
-
-
-def _rows(text: str) -> Mapping[str, str]:
-    rows = (line.split(" ") for line in text.splitlines())
-    return {row[0]: row[1] for row in rows if len(row) == 2}
