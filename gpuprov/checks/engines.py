@@ -213,9 +213,8 @@ class Containerd:
         )  # fmt: skip
 
         def remove() -> None:
-            system.run((*self.ctr, "tasks", "kill", "--signal", "SIGKILL", container), timeout=CONTAINER_SECONDS)
-            system.run((*self.ctr, "tasks", "delete", "--force", container), timeout=CONTAINER_SECONDS)
-            system.run((*self.ctr, "containers", "delete", container), timeout=CONTAINER_SECONDS)
+            for words in ("tasks kill --signal SIGKILL", "tasks delete --force", "containers delete"):
+                system.run((*self.ctr, *words.split(), container), timeout=CONTAINER_SECONDS)
 
         return _run(system, argv, seconds, on_line, remove)
 
