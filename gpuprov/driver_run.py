@@ -358,9 +358,8 @@ class InstallDriver(Installation, Change):
         """Verify the installation: the log, the libraries, the modules."""
         log, row = system.read_text(INSTALLER_LOG) or "", distribution_of(gather_os(system))
         initramfs = " ".join(row.initramfs) or "dracut or update-initramfs"
-        failure = installer.explain_failure(
-            done.returncode, log, done.stdout + done.stderr, commands=manager_of(row).commands, initramfs=initramfs
-        )
+        output, commands = done.stdout + done.stderr, manager_of(row).commands
+        failure = installer.explain_failure(done.returncode, log, output, commands=commands, initramfs=initramfs)
         if failure is not None:
             what, line, next_step = failure
             what = f"driver {self.version} was not installed: {what}"

@@ -80,9 +80,8 @@ class RunUnits(Change):
         return f"enable {'and start ' if self.start else ''}{', '.join(self.units)}"
 
     def capture(self, system: System) -> Json:
-        return {
-            unit: [verb for verb in ("is-enabled", "is-active") if is_active(system, unit, verb)] for unit in self.units
-        }
+        verbs = ("is-enabled", "is-active")
+        return {unit: [verb for verb in verbs if is_active(system, unit, verb)] for unit in self.units}
 
     def apply(self, system: System, tell: Tell) -> None:
         for unit in self.units:

@@ -149,10 +149,9 @@ class RunFabricManager(Change):
         told = system.run((FABRIC_PROGRAM, "--version"), timeout=20)
         found = FabricFacts((UNIT,), version=parse_version(told.stdout + told.stderr), active=True)
         if problem := fault(found, self.version):
-            raise GpuprovError(
-                problem.what, told.evidence(2), f"is nvidia-fabricmanager {self.version} in a repository of this host? "
-                f"{manager_on(system).commands.versions} 'nvidia-fabric*'",
-            )  # fmt: skip
+            look = f"{manager_on(system).commands.versions} 'nvidia-fabric*'"
+            step = f"is nvidia-fabricmanager {self.version} in a repository of this host? {look}"
+            raise GpuprovError(problem.what, told.evidence(2), step)
         if self.modules and self.start:
             system.run(("modprobe", "-a", *self.modules))
         system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
