@@ -46,9 +46,15 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     """Return the reboot reasons that no reboot resolves: one has not, or no kernel has the driver's module."""
     facts, known = driver.facts, driver.facts.reboot
     if _other_driver_loaded(driver) and not (facts.has_module or facts.later_module or driver.replaces):
-        release, version = facts.kernel.release, facts.driver_installed_version
+        release, version, loaded = facts.kernel.release, facts.driver_installed_version, facts.driver_loaded_version
+        if facts.kernel.container:
+            what = f"driver {version} is installed, but {driver.outside} runs {loaded}: the two must match"
+            step = (
+                f"install {loaded} here (gpuprov install --upgrade takes the newest), or {version} on {driver.outside}"
+            )
+            return (Problem(what, "/proc/driver/nvidia/version", step),)
         what = f"driver {version} is installed, but kernel {release} has no module of it that it takes"
-        seen = f"driver {facts.driver_loaded_version} is loaded; modinfo -k {release} -F version nvidia"
+        seen = f"driver {loaded} is loaded; modinfo -k {release} -F version nvidia"
         step = f"dkms status; dkms autoinstall -k {release}, or install the package of its modules for this kernel"
         return (Problem(what, seen, step),)
     if known.asked_in in ("", known.boot_id):

@@ -383,6 +383,12 @@ def test_a_kernel_without_the_installed_drivers_module_keeps_the_loaded_one(host
     assert (finished.exit_code, finished.changed, host.stopped, host.unloaded) == (ExitCode.FAILED, 0, [], [])
     what = f"driver {NEW} is installed, but kernel {RELEASE} has no module of it that it takes"
     assert finished.problems[0].what == what
+    # In a system container, the kernel and its modules are not this machine's.
+    host.write("/run/systemd/container", b"systemd-nspawn\n")
+    finished, _ = install(host, driver="preinstalled", driver_version="", driver_url="")
+    what = f"driver {NEW} is installed, but the container host runs {OLD}: the two must match"
+    assert (finished.problems[0].what, host.unloaded) == (what, [])
+    host.remove("/run/systemd/container")
     # A later kernel has a module: a reboot is of use if that is the installed driver's.
     host.make_directory("/lib/modules/6.1.0-14-amd64")
     host.write("/lib/modules/6.1.0-14-amd64/modules.dep", b"updates/dkms/nvidia.ko.xz:\n")
