@@ -45,8 +45,7 @@ def wsl_with_driver(x: HostSnapshot) -> Seen | str | None:
     if not x.host.kernel.wsl:
         return None
     if x.host.driver_packaged:
-        remove = x.host.package_manager.commands.remove
-        return Seen(f"package {x.host.driver_packaged}", next_step=f"{remove} '*nvidia*'")
+        return Seen(f"package {x.host.driver_packaged}", next_step=x.host.driver_removal)
     return installer if installer in x.there else None
 
 

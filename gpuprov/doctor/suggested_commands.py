@@ -192,7 +192,8 @@ def same_versions(x: HostSnapshot) -> str:
         kind = "" if x.spec.driver == "runfile" else " -e gpuprov_driver=runfile"
         version = x.driver.kernel_version
         wanted = "" if x.spec.driver_version == version else f" -e gpuprov_driver_version={version}"
-        return f"gpuprov install{kind}{wanted}"
+        remove = f"{x.host.driver_removal}; " if x.host.driver_packaged else ""
+        return f"{remove}gpuprov install{kind}{wanted}"
     stop = f"systemctl stop {PERSISTENCE}; " if has_unit(x, PERSISTENCE) else ""
     again = f"{stop}modprobe -r nvidia_uvm nvidia_drm nvidia_modeset nvidia; modprobe nvidia"
     return f"systemctl reboot  # or, with nothing on the GPUs: {again}"

@@ -196,8 +196,8 @@ class NvidiaPackages(PackagedDriver):
         elif own is not None:
             what = "the driver on this host is the distribution's own; NVIDIA's packages over it would break both"
             seen = f"package {own.libraries[0]} is installed, and nvidia-open, cuda-drivers are not"
-            step = "keep it: gpuprov_driver: distribution; or remove it first: gpuprov uninstall, or"
-            yield Problem(what, seen, f"{step} {commands.remove} '*nvidia*'")
+            step = "keep it: gpuprov_driver: distribution; or remove it first:"
+            yield Problem(what, seen, f"{step} {facts.driver_removal}")
         elif spec.driver_version and not _can_pin(row):
             what = f"a driver version can't be asked for of NVIDIA's packages for {row.name} {row.version}"
             step = f"leave gpuprov_driver_version out (and hold the driver: {commands.hold})"

@@ -257,8 +257,7 @@ class DistributionDriver(PackagedDriver):
         """A .run's files, or NVIDIA's packages of the same names, would lie below the distribution's."""
         if nvidias := _of_nvidia(self.facts):
             what = "the driver on this host comes from NVIDIA's packages; the distribution's would break both"
-            remove = f"{self.facts.package_manager.commands.remove} '*nvidia*'"
-            step = f"keep it: gpuprov_driver: packages; or remove it first: {remove}"
+            step = f"keep it: gpuprov_driver: packages; or remove it first: {self.facts.driver_removal}"
             yield Problem(what, f"package {nvidias} is installed", step)
         else:
             yield from self.run_file_problems()

@@ -182,6 +182,12 @@ class HostFacts:
         return f"{gpus.GRIDD_TEMPLATE} is there" if gpus.GRIDD_TEMPLATE in self.files else ""
 
     @property
+    def driver_removal(self) -> str:
+        """The command that removes the driver's packages; those that gpuprov holds, a package manager does not."""
+        remove = f"{self.package_manager.commands.remove} '*nvidia*'"
+        return "gpuprov uninstall" if self.packages.driver_held else remove
+
+    @property
     def driver_installed_version(self) -> str:
         """The version of the driver's libraries on disk, or nothing."""
         return self.driver.library_version

@@ -14,6 +14,7 @@ from gpuprov.doctor.snapshot import Containers, Loaded, ModuleFile, Smi
 from gpuprov.driver.run_files import INSTALLER_STATE
 from gpuprov.facts.boot import PERSISTENCE, UNITS
 from gpuprov.facts.kernels import InstalledKernel
+from gpuprov.packages.interface import PackageFacts
 from tests.integration.doctor_typing import NO_REFRESH, OTHER, OTHER_CUDA, Group
 from tests.lab.fixtures import DRIVER
 from tests.triplet import LIBRARIES
@@ -85,6 +86,12 @@ DRIVER_ROWS = (
         f"--extract-only --target $d; install -D -m 644 $d/nvidia_icd_vksc.json {_ICD}; ", WARNING),
     Row("version-mismatch", mismatched, "/var/log/dpkg.log:812:",
         "gpuprov install -e gpuprov_driver=runfile -e gpuprov_driver_version=550.163.01"),
+    # The distribution's libraries in a container, whose host has another driver now; gpuprov holds them, or nobody.
+    Row("version-mismatch", both(mismatched, host(driver_packaged="libnvidia-ml1", packages=PackageFacts(
+            "apt", {"libnvidia-ml1": "550.200.01-1"}, held_here=frozenset({"libnvidia-ml1"})))),
+        "/var/log/dpkg.log:812:", "gpuprov uninstall; gpuprov install -e gpuprov_driver=runfile -e"),
+    Row("version-mismatch", both(mismatched, host(driver_packaged="libnvidia-ml1")), "/var/log/dpkg.log:812:",
+        "apt-get purge '*nvidia*'; gpuprov install -e gpuprov_driver=runfile -e"),
     Row("version-mismatch", lambda x: with_kernel(mismatched(x), container=""),
         "libnvidia-ml.so.550.200.01: 550.200.01", "systemctl reboot  # or, with nothing on the GPUs: modprobe -r"),
     # What a reboot alone leaves without a driver, or with the earlier one.
