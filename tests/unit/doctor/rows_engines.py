@@ -379,8 +379,8 @@ ENGINE_GROUPS = (
           (SLEEPER, "mount -o remount,size=$(($(df --output=used -k /run | tail -n 1) + 512))k /run",
            "dd if=/dev/zero of=/run/filler bs=4k; docker run --rm sleeper:1 /bin/sleep 1 && exit 1; true"),
           frozenset({"docker-no-room"}),
-          # What docker has said stays until then.
-          then={"docker-no-room": f"rm /run/filler; {FORGET}"}),
+          # What docker has said stays until then. The size is systemd-nspawn's own again.
+          then={"docker-no-room": f"rm /run/filler; mount -o remount,size=20% /run; {FORGET}"}),
     Group("docker is disabled and its clients are sent elsewhere",
           ("systemctl disable --now docker.service docker.socket",
            "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment"),
