@@ -103,7 +103,7 @@ def _wanted(driver: DriverSource) -> dict[str, bytes]:
         units += (boot.SSH_KEYS,) if facts.boot.ssh_keygen else ()
     paths += (f"{boot.UNITS}/{name}" for name in units)
     memory = f"CUDA_MPS_PINNED_DEVICE_MEM_LIMIT={spec.mps_memory}" if spec.mps_memory else ""
-    values = {"python": started(python), "mps_threads": str(spec.mps_threads), "mps_memory": memory}
+    values = {"python": python_command(python), "mps_threads": str(spec.mps_threads), "mps_memory": memory}
     values.update(mig_values(divided))
     values.update(gpudirect.unit_values(spec))
     return {boot.PROGRAM: boot_program(), **{path: content_of(path, **values) for path in paths}}
@@ -119,7 +119,7 @@ def content_of(path: str, **values: str) -> bytes:
     return Template(text).substitute(values).encode()
 
 
-def started(python: str) -> str:
+def python_command(python: str) -> str:
     """Return what starts this Python in a unit's command line, and the one in its place once an upgrade removed it."""
     return f'/bin/sh -c \'test -x $$0 || exec {deploy.STAND_IN} "$$@"; exec $$0 "$$@"\' {python}'
 

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from gpuprov.boot.prepare import content_of, started
+from gpuprov.boot.prepare import content_of, python_command
 from gpuprov.core import changes
 from gpuprov.core.changes import Change, Json, Tell, parent_of
 from gpuprov.core.journal import STATE_DIRECTORY
@@ -37,7 +37,7 @@ def plan(facts: HostFacts, spec: HostSpec) -> tuple[Change, ...]:
     values["proxy"] = Proxy(spec.proxy).address
     text = json.dumps({"spec": values, **facts.watch.extra}, sort_keys=True, indent=1)
     wanted = {
-        SERVICE_FILE: (content_of(SERVICE_FILE, python=started(facts.interpreter.path)), 0o644),
+        SERVICE_FILE: (content_of(SERVICE_FILE, python=python_command(facts.interpreter.path)), 0o644),
         TIMER_FILE: (content_of(TIMER_FILE, schedule=spec.watch, delay=_DELAYS[spec.watch]), 0o644),
         STORED: (text.encode() + b"\n", 0o600),
     }

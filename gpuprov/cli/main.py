@@ -25,7 +25,7 @@ from gpuprov.cli.health import accept, health
 from gpuprov.cli.hook import hook
 from gpuprov.cli.playbooks import playbooks
 from gpuprov.cli.runtime import docker_args, runtime
-from gpuprov.fleet import options as program
+from gpuprov.fleet import options as run_options
 from gpuprov.fleet.options import AS_JSON, FILE, named_options, options_of, require_whole_program, text_option
 from gpuprov.fleet.standard_streams import say, say_text
 from gpuprov.protocol.errors import ExitCode, GpuprovError, os_errors
@@ -115,7 +115,7 @@ def verify(
 
         if torch_image or tensorflow_image:
             raise click.UsageError("--torch-image and --tensorflow-image are not for --kubernetes")
-        made = program.made_options("verify", options)
+        made = run_options.made_options("verify", options)
         wanted = Wanted(image, namespace or "default", pod_timeout)
         raise SystemExit(int(verify_cluster(made, Kubectl(context, kubeconfig), wanted)))
     if context or kubeconfig or namespace:
@@ -194,14 +194,14 @@ def uninstall(**options: Any) -> None:
 @text_option("--hosts", metavar="HOSTS", help="Names with commas between, a range gpu[01:16], ssh-config or "
              "known-hosts.")  # fmt: skip
 @text_option("--user", metavar="NAME", help="The user for SSH. Default: as your SSH configuration says.")
-@click.option("--driver", type=click.Choice(program.DRIVERS), help="The driver's source: gpuprov_driver.")
+@click.option("--driver", type=click.Choice(run_options.DRIVERS), help="The driver's source: gpuprov_driver.")
 @text_option("--driver-version", metavar="VERSION", help="gpuprov_driver_version.")
 @text_option("--engines", metavar="NAMES", help="Engines besides docker, with commas between: gpuprov_engines.")
 @click.option("--look/--no-look", default=True, help="Look at the hosts over SSH, and leave out those without a GPU.")
 @click.option("--yes", "-y", is_flag=True, help="Ask nothing: take the flags, and proposals for the rest.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 @click.option("--json", "as_json", is_flag=True, help="Print what was written as JSON.")
-@named_options(*program.CONNECTION_FIELDS, passwords=True)
+@named_options(*run_options.CONNECTION_FIELDS, passwords=True)
 def init(file: str, yes: bool, force: bool, as_json: bool, **given: Any) -> None:
     """Write an inventory, FILE (default: inventory.yml), by asking what it needs.
 
@@ -225,7 +225,7 @@ def init(file: str, yes: bool, force: bool, as_json: bool, **given: Any) -> None
 @click.option("--markdown", "form", flag_value="markdown", help="As a Markdown table.")
 @text_option("--write", metavar="FILE", type=FILE, help="Write what is chosen as YAML for group_vars, with comments.")
 @click.option("--force", is_flag=True, help="With --write: replace an existing file.")
-@named_options(*program.INVENTORY_FIELDS, hosts="With --write: what all these hosts have in common is chosen.")
+@named_options(*run_options.INVENTORY_FIELDS, hosts="With --write: what all these hosts have in common is chosen.")
 def list_options(form: str | None, write: str, force: bool, **inventory: Any) -> None:
     """List every inventory variable with its default and meaning.
 
@@ -375,7 +375,7 @@ def manifest(
 
     if mode == "dra" and (strategy != "environment" or mig != "none" or selectors):
         raise click.UsageError("--strategy, --mig and --node-selector are for the device plugin: leave out --mode dra")
-    chosen = program.pairs("--node-selector", selectors, _LABEL, "KEY=VALUE, such as pool=gpu")
+    chosen = run_options.pairs("--node-selector", selectors, _LABEL, "KEY=VALUE, such as pool=gpu")
     made = manifest(Choice(mode, strategy, namespace, mig, chosen, not no_test_pod))
     say_text(made.as_json() if as_json else made.as_yaml(), nl=as_json)
 
