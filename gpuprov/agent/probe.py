@@ -194,7 +194,7 @@ def _found(program: str, output: str, known: str = "") -> Problem | None:
     return Problem(row.what.format(**named), line.strip()[:300], step)
 
 
-def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem | None:
+def probe_problem(probe: Probe, *, become: bool, has_password: bool, sudo: str = "sudo") -> Problem | None:
     """Return why the agent can't run on this host, apart from a missing Python; None if it can."""
     if not probe.system.startswith("Linux "):
         what = "this host does not run Linux"
@@ -206,15 +206,16 @@ def probe_problem(probe: Probe, *, become: bool, has_password: bool) -> Problem 
         step = "set ansible_become to true, or ansible_user to root"
         return Problem("gpuprov needs root on the host, and ansible_become is false", seen, step)
     if probe.sudo_code == 127:
-        what = "there is no sudo on the host, and we are not root there"
-        seen = f"`sudo -n true` exited 127: {probe.sudo_output}"
-        return Problem(what, seen, "install sudo, or set ansible_user to root")
+        what = f"there is no {sudo} on the host, and we are not root there"
+        seen = f"`{sudo} -n true` exited 127: {probe.sudo_output}"
+        step = "install sudo" if sudo == "sudo" else "correct ansible_become_exe"
+        return Problem(what, seen, f"{step}, or set ansible_user to root")
     refused = sudo_problem(probe.sudo_output) if probe.sudo_code != 0 else None
     if refused is not None:
         return refused
     if probe.sudo_code != 0 and not has_password:
         what = "sudo on the host wants a password"
-        seen = f"`sudo -n true` exited {probe.sudo_code}: {probe.sudo_output}"
+        seen = f"`{sudo} -n true` exited {probe.sudo_code}: {probe.sudo_output}"
         return Problem(what, seen, "run again with -K to be asked for it, or set ansible_become_password")
     return None
 

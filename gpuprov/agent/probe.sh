@@ -1,10 +1,11 @@
 # What a controller learns of a host in the first round trip; parse_probe (probe.py) reads the answer.
-# sh reads this on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest; the
-# interpreters to try follow. Every argument has passed an allow-list. Root will run the Python found here, so another
-# user's own PATH does not count, $system does: PATH may begin with a folder that any process of that user can write to.
+# sh reads this on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest, $2 is sudo;
+# the interpreters to try follow. Every argument has passed an allow-list. Root will run the Python found here, so
+# another user's own PATH does not count, $system does: PATH may begin with a folder that any process of that user can
+# write to.
 umask 077
 LC_ALL=C; export LC_ALL
-digest=$1; shift
+digest=$1 sudo=$2; shift 2
 [ "$(id -u)" != 0 ] || system=$PATH
 echo "gpuprov-probe 1"
 echo "system $(uname -s) $(uname -m)"
@@ -27,7 +28,7 @@ for place in $broken; do
   rpm -q --whatprovides --queryformat 'owner %{NAME}\n' "$place" 2>/dev/null | grep '^owner '
 done
 if [ "$(id -u)" != 0 ]; then
-  said=$(sudo -n true 2>&1 </dev/null); code=$?
+  said=$("$sudo" -n true 2>&1 </dev/null); code=$?
   echo "sudo $code $(echo "$said" | head -n 4 | tr "\n" " ")"
 fi
 # local_machine (probe.py) returns the same of the controller.

@@ -152,7 +152,7 @@ class RemoteSystem(System):
 
     def _probed(self, digest: str) -> probe.Probe:
         pythons = (self._target.python,) if self._target.python else probe.PYTHONS
-        command = f"sh -s {digest} {' '.join(pythons)}"
+        command = f"sh -s {digest} {self._target.sudo} {' '.join(pythons)}"
         done = remote.run(self._connection, command, probe.PROBE.encode(), timeout=_PATIENCE)
         found = probe.parse_probe(done.stdout)
         if found is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):
@@ -168,7 +168,7 @@ class RemoteSystem(System):
             code = ExitCode.UNREACHABLE if no_login else ExitCode.FAILED
             raise GpuprovError.several((problem,), exit_code=code)
         refused = probe.probe_problem(
-            found, become=self._target.become, has_password=bool(self._target.become_password)
+            found, become=self._target.become, has_password=bool(self._target.become_password), sudo=self._target.sudo
         )
         if refused is not None:
             raise GpuprovError.several((refused,))
@@ -182,10 +182,10 @@ class RemoteSystem(System):
         # An empty line comes before its output: what a login shell prints may not end its last line.
         stream = functools.partial(remote.stream, self._connection, on_line=on_line, timeout=timeout, later=later)
         if self.probe.uid == 0 or self.probe.sudo_code == 0:
-            words = command if self.probe.uid == 0 else ("sudo", "-n", "--", *command)
+            words = command if self.probe.uid == 0 else (self._target.sudo, "-n", "--", *command)
             return stream(f"echo; {shlex.join(words)}", stdin=stdin)
         questions, through = 0, False
-        ask = f'exec sudo -k -S -p "$(echo {_ASKS}; echo .)" -- "$@"'
+        ask = f'exec {self._target.sudo} -k -S -p "$(echo {_ASKS}; echo .)" -- "$@"'
         words = ("sh", "-c", ask, "sh", "sh", "-c", f'echo {_THROUGH} >&2; exec "$@"', "sh", *command)
 
         def answer(line: str) -> Iterable[bytes] | None:
@@ -206,7 +206,7 @@ class RemoteSystem(System):
             if questions > 1 or "incorrect password" in output:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
                 raise GpuprovError("sudo on the host refuses the password", output, step)
-            step = f"try on the host, as {self._target.user or 'this user'}: sudo -v"
+            step = f"try on the host, as {self._target.user or 'this user'}: {self._target.sudo} -v"
             known = probe.sudo_problem(done.stderr)
             raise GpuprovError.several((known or Problem("sudo on the host refuses us", output, step),))
         return replace(done, stderr=f"{done.stderr}\n".rpartition(f"{_THROUGH}\n")[2].rstrip())

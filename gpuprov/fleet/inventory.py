@@ -34,8 +34,8 @@ class HostTarget:
     """One host. Empty text and a port of None mean: as ~/.ssh/config, or SSH's own default, says.
 
     `ssh_options` are (keyword, value) pairs in ssh_config(5)'s words; `ssh_config_file` stands in for the user's and
-    the system's files, as `ssh -F` does. `python` is the interpreter that the inventory names. Passwords never show
-    in repr.
+    the system's files, as `ssh -F` does. `python` is the interpreter that the inventory names, `sudo` the program that
+    makes a login root. Passwords never show in repr.
     """
 
     name: str
@@ -51,6 +51,7 @@ class HostTarget:
     become_password: str = field(default="", repr=False)
     connection: str = "ssh"
     python: str = ""
+    sudo: str = "sudo"
 
     @property
     def ssh_configuration(self) -> SshConfiguration:
@@ -153,6 +154,8 @@ def _is_plain(value: object) -> bool:
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
 _PYTHON = re.compile(r"[A-Za-z0-9/._+-]*")
+# Beside Ubuntu's sudo-rs lies the older sudo, as sudo.ws.
+_SUDO = re.compile(r"(/[A-Za-z0-9/._+-]*/)?sudo([.-](ws|rs))?|")
 _ADDRESS = re.compile(r"[\w.:%-]+")
 _TRUE = frozenset(("true", "yes", "on", "1", "y", "t"))
 # How to reach a host, and the variables that say it: of several the first that has a value.
@@ -448,7 +451,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         (method, method.rsplit(".", 1)[-1] in ("", "sudo"),
          "gpuprov becomes root by sudo, not by ansible_become_method (ansible.cfg: become_method)",
          "if sudo works too: -e ansible_become_method=sudo; else log in as root: -e ansible_user=root"),
-        (exe, exe in ("", "sudo", "/usr/bin/sudo"), "gpuprov becomes root by sudo, not by ansible_become_exe",
+        (exe, _SUDO.fullmatch(exe), "gpuprov becomes root by sudo, not by ansible_become_exe",
          "if sudo works too: -e ansible_become_exe=sudo; else log in as root: -e ansible_user=root"),
         (connection, known, "ansible_connection must be ssh or local", "leave it out: ssh is the default"),
         (python, _PYTHON.fullmatch(python), "ansible_python_interpreter is not the path of a program",
@@ -470,6 +473,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         become_password=given["become_password"],
         connection=known,
         python=python,
+        sudo=exe or "sudo",
     )
 
 

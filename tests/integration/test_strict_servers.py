@@ -61,6 +61,19 @@ def test_the_evidence_of_sudo_rs_is_without_its_prompt(tmp_path: Path) -> None:
     assert problem.evidence == "sudo: Authentication failed, try again."
 
 
+def test_the_sudo_that_the_inventory_names_is_used(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory() as folder, serving(f"{folder}:/usr/bin:/bin") as server:
+        Path(folder).chmod(0o755)
+        (Path(folder) / "sudo").write_text(_SUDO_RS)
+        (Path(folder) / "sudo").chmod(0o755)
+        (Path(folder) / "sudo.ws").symlink_to("/usr/bin/sudo")
+        for user in ("open", "plain"):
+            target = dataclasses.replace(server.target(tmp_path, user), sudo="sudo.ws")
+            assert isinstance(run(target)[-1], Finished)
+        absent = dataclasses.replace(server.target(tmp_path, "open"), sudo="sudo-rs")
+        assert "no sudo-rs on the host" in failure(absent).problems[0].what
+
+
 def test_a_controller_in_fips_mode_logs_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def unsupported(*_: object) -> None:
         raise ValueError("[digital envelope routines] unsupported")

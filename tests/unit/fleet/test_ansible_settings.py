@@ -175,8 +175,20 @@ def test_the_environments_sudo_password_and_sudo_of_its_own(tmp_path: Path) -> N
     put(tmp_path / "hosts", "lab-a\n")
     put(tmp_path / "ansible.cfg", "")
     assert completed(tmp_path, "", ANSIBLE_BECOME_PASS="own").stdout.splitlines() == ["", "own"]
-    assert "not by ansible_become_exe" in completed(tmp_path, "", ANSIBLE_BECOME_EXE="/opt/sudo").stderr
-    assert completed(tmp_path, "-e ansible_user=root", ANSIBLE_BECOME_EXE="/opt/sudo").returncode == 0
+    assert "not by ansible_become_exe" in completed(tmp_path, "", ANSIBLE_BECOME_EXE="/opt/doas").stderr
+    assert completed(tmp_path, "-e ansible_user=root", ANSIBLE_BECOME_EXE="/opt/doas").returncode == 0
+
+
+@pytest.mark.parametrize("sudo", ["sudo", "sudo.ws", "/usr/bin/sudo.ws", "sudo-rs", "/opt/sudo/bin/sudo"])
+def test_a_sudo_of_another_name_is_used(tmp_path: Path, sudo: str) -> None:
+    assert read(tmp_path, f"[privilege_escalation]\nbecome_exe = {sudo}\n")["sudo"] == sudo
+
+
+@pytest.mark.parametrize("sudo", ["doas", "sudo su -", "bin/sudo", "/usr/bin/sudo;id", "sudo.sh"])
+def test_what_is_no_sudo_is_refused(tmp_path: Path, sudo: str) -> None:
+    put(tmp_path / "hosts", "lab-a\n")
+    put(tmp_path / "ansible.cfg", "")
+    assert "not by ansible_become_exe" in completed(tmp_path, "", ANSIBLE_BECOME_EXE=sudo).stderr
 
 
 @pytest.mark.parametrize(("hosts", "refused"), [

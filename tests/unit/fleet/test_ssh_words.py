@@ -235,7 +235,7 @@ def test_what_ssh_refuses_is_a_wrong_call(host: str) -> None:
 
 def test_probe_of_this_machine_is_read() -> None:
     done = subprocess.run(
-        ("sh", "-s", "0" * 64, *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=300
+        ("sh", "-s", "0" * 64, "sudo", *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=300
     )  # fmt: skip
     probe = probed(f"Welcome to the machine!\n{done.stdout}")
     assert probe.system.startswith("Linux ")
@@ -250,8 +250,8 @@ def test_probe_names_the_packages_of_a_python_that_is_gone(tmp_path: Path) -> No
         assert found is not None
         (tmp_path / tool).symlink_to(found)
     done = subprocess.run(
-        ("/bin/sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
-        env={"PATH": str(tmp_path), "HOME": "/root"},
+        ("/bin/sh", "-s", "0" * 64, "sudo", "python3"), input=PROBE, capture_output=True, text=True, check=True,
+        timeout=300, env={"PATH": str(tmp_path), "HOME": "/root"},
     )  # fmt: skip
     probe = probed(done.stdout)
     assert (probe.python, probe.owners) == (None, ("python3-minimal",))
@@ -264,8 +264,8 @@ def test_probe_finds_no_python_by_the_path_of_a_user_who_is_not_root() -> None:
         theirs = put(Path(folder, "python3"), '#!/bin/sh\nexec /usr/bin/python3 "$@"\n', 0o755)
         for user, expected in ((0, {str(theirs)}), (65534, {f"{one}/python3" for one in SYSTEM_PATH.split(":")})):
             done = subprocess.run(
-                ("sh", "-s", "0" * 64, "python3"), input=PROBE, capture_output=True, text=True, check=True, timeout=300,
-                user=user, group=user, env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nonexistent"},
+                ("sh", "-s", "0" * 64, "sudo", "python3"), input=PROBE, capture_output=True, text=True, check=True,
+                timeout=300, user=user, group=user, env={"PATH": f"{folder}:/usr/bin:/bin", "HOME": "/nonexistent"},
             )  # fmt: skip
             probe = probed(done.stdout)
             assert probe.uid == user
