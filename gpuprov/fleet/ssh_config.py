@@ -137,7 +137,12 @@ def _answers(host: str, options: tuple[tuple[str, str], ...], file: str) -> tupl
         failure = str(error)
     if failure:
         shown = shlex.join(one for one in words if not one.startswith("-oProxyCommand="))  # which may have a password
-        raise UsageError("ssh refuses its configuration", failure, f"fix it: {shown} says where")
+        step = f"fix it: {shown} says where"
+        if "username contains invalid characters" in failure:  # OpenSSH 10.3 and later
+            step = (
+                "take out ansible_user, and name the user in ~/.ssh/config, by `User`: from there ssh takes this name"
+            )
+        raise UsageError("ssh refuses its configuration", failure, step)
     lines = [line for line in done.stdout.decode("utf-8", "replace").splitlines() if line.split(" ")[0] in HEEDED]
     keys = [line for line in lines if line.startswith("identityfile ")]
     # `none` means no file to ssh, to paramiko and host_keys.py one of that name.

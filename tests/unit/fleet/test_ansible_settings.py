@@ -171,6 +171,16 @@ def test_settings_without_effect_are_named(tmp_path: Path, hosts: str, warns: bo
     assert [" has no effect here: " in one for one in found] == [True] * warns, found
 
 
+def test_a_user_that_ssh_takes_from_a_file_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As OpenSSH 10.6 does.
+    refusing = "#!/bin/sh\necho remote username contains invalid characters >&2\nexit 255\n"
+    put(tmp_path / "ssh", refusing, 0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UsageError) as caught:
+        SshConfiguration("lab-a", (("User", r"CORP\bob"),), "none").lookup("lab-a")
+    assert "take out ansible_user, and name the user in ~/.ssh/config" in caught.value.problems[0].next_step
+
+
 def test_the_environments_sudo_password_and_sudo_of_its_own(tmp_path: Path) -> None:
     put(tmp_path / "hosts", "lab-a\n")
     put(tmp_path / "ansible.cfg", "")
