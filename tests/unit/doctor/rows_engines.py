@@ -235,6 +235,11 @@ ENGINE_ROWS = (
         "write /run/containerd", "df -h /run", WARNING),
     Row("docker-no-room", docker_says("write /srv/docker/tmp/GetImageBlob1: disk quota exceeded"), "/srv/docker/tmp",
         "df -i /run", WARNING),
+    Row("docker-limit-refused",
+        docker_says('level=error msg="Handler for POST /v1.51/containers/x/start returned error: OCI runtime create '
+                    'failed: error setting rlimits for ready process: error setting rlimit type 8: operation not '
+                    'permitted"'),
+        "error setting rlimit type 8", "default-ulimits", WARNING),
     Row("bpf-refused",
         docker_says("nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
                     "BPF_CGROUP_DEVICE) failed: operation not permitted"),
@@ -381,6 +386,9 @@ ENGINE_GROUPS = (
           frozenset({"docker-no-room"}),
           # What docker has said stays until then. The size is systemd-nspawn's own again.
           then={"docker-no-room": f"rm /run/filler; mount -o remount,size=20% /run; {FORGET}"}),
+    Group("a container wants a limit that this machine may not raise",
+          (SLEEPER, "docker run --rm --network none --ulimit memlock=-1 sleeper:1 /bin/sleep 1 && exit 1; true"),
+          frozenset({"docker-limit-refused"}), then={"docker-limit-refused": FORGET}),
     Group("docker is disabled and its clients are sent elsewhere",
           ("systemctl disable --now docker.service docker.socket",
            "printf 'DOCKER_HOST=tcp://192.0.2.1:2375\\n' >> /etc/environment"),
