@@ -235,7 +235,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.server.begin(self.connection):
-            self._send(self.server.answers.answer(self.path, self.headers.get_all("Host", [])))
+            # For a request of HTTP/0.9, Python 3.14.10 leaves a dict.
+            hosts = self.headers.get_all("Host", []) if self.request_version != "HTTP/0.9" else []
+            self._send(self.server.answers.answer(self.path, hosts))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         self._send(refusal(code, message or "the request is not valid"))

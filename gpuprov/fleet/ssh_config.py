@@ -26,7 +26,7 @@ ARGUMENT_VARIABLES = {*_HOST_KEYS, *(f"ansible_{one}" for one in _ARGUMENTS)}
 _USER_FILE = "~/.ssh/config"
 _SECONDS = 60  # `Match exec` runs commands
 # ssh answers with all its default keys where none is configured.
-_DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ecdsa_sk|ed25519|ed25519_sk|xmss)")
+_DEFAULT_KEY = re.compile(r"identityfile ~/\.ssh/id_(rsa|dsa|ecdsa|ed25519|xmss|mldsa\w+)(_sk)?")
 # Keywords that change the connection and that gpuprov does not follow: each run says so.
 UNHEEDED = ("BindInterface", "KnownHostsCommand")
 # ssh_config(5) keywords that are read, by their lower-case form.

@@ -160,18 +160,33 @@ def test_no_other_path_is_answered(port: int, target: str) -> None:
         (b"GET /docker/cli HTTP/1.1\r\n" + b"A: b\r\n" * 200 + b"Host: localhost\r\n\r\n", b"431"),
         (b"GET /docker/cli HTTP/1.1\r\nHost: localhost\r\nHost: evil\r\n\r\n", b"403"),
         (b"GET /docker/cli HTTP/1.0\r\n\r\n", b"403"),
-        (b"GET /docker/cli HTTP/9.9\r\nHost: localhost\r\n\r\n", b""),
+        (b"GET /docker/cli HTTP/9.9\r\nHost: localhost\r\n\r\n", b"505"),
         (b"GET /docker/cli\r\n\r\n", b""),
-        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b""),
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", b"400"),
         (b"GET /docker/cli HTTP/1.1\nHost: localhost\n\n", b"200"),
     ],
 )
 def test_requests_that_are_none_or_too_large(port: int, request_: bytes, status: bytes) -> None:
     head, _, body = raw(port, request_).rpartition(b"\r\n\r\n")
-    assert (head.split(b" ")[1] if head else b"") == status
+    # Before 3.14.10, Python answers a version that it does not know without a head.
+    assert (head.split(b" ")[1] == status) if head else status in (b"", b"400", b"505")
     # In `docker run $(curl …)` a sentence's first word would be the image.
     assert body.startswith(b"--gpuprov-error-" if status != b"200" else b"--device")
     assert get(port, "/docker/cli")[0] == 200
+
+
+def test_a_request_without_a_head_where_python_leaves_none(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = server.Handler.parse_request
+
+    def parsed(handler: server.Handler) -> bool:
+        """Parse as Python 3.14.10 does."""
+        found = parse(handler)
+        if handler.request_version == "HTTP/0.9":
+            handler.headers = {}  # type: ignore[assignment]
+        return found
+
+    monkeypatch.setattr(server.Handler, "parse_request", parsed)
+    assert raw(port, b"GET /docker/cli\r\n\r\n").startswith(b"--gpuprov-error-only-requests-to-localhost")
 
 
 def test_a_client_that_sends_nothing_is_disconnected(port: int, monkeypatch: pytest.MonkeyPatch) -> None:

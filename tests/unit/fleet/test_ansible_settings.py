@@ -181,6 +181,17 @@ def test_a_user_that_ssh_takes_from_a_file_only(tmp_path: Path, monkeypatch: pyt
     assert "take out ansible_user, and name the user in ~/.ssh/config" in caught.value.problems[0].next_step
 
 
+def test_the_keys_that_newer_ssh_tries_unasked_are_nobodys_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As OpenSSH 10.6 prints them.
+    kinds = ("rsa", "ecdsa", "ecdsa_sk", "ed25519", "ed25519_sk", "mldsa44_ed25519")
+    printed = "".join(f"echo 'identityfile ~/.ssh/id_{kind}'\n" for kind in kinds)
+    put(tmp_path / "ssh", f"#!/bin/sh\n{printed}", 0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert "identityfile" not in SshConfiguration("lab-b", (), "none").lookup("lab-b")
+
+
 def test_the_environments_sudo_password_and_sudo_of_its_own(tmp_path: Path) -> None:
     put(tmp_path / "hosts", "lab-a\n")
     put(tmp_path / "ansible.cfg", "")
