@@ -1,6 +1,7 @@
 """`make test-spoilt`: the tests on a machine that is spoilt on purpose end as on a clean one, test by test.
 
-The spoilt machine is a root of its own for the time of the run: nothing of it is on this one.
+The spoilt machine is a root of its own for the time of the run: nothing of it is on this one. Unit tests that are not
+marked as root's run there as an ordinary user.
 """
 
 import argparse
@@ -18,9 +19,11 @@ from tests import world
 
 # Written by `make test`; what both runs below are compared with.
 _CLEAN = Path("build/results.xml")
-_PYTEST = (
-    "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "-m", "not slow and not long", "-q",
-)  # fmt: skip
+_PYTEST = (sys.executable, "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--no-loadscope-reorder", "-q", "-m")
+_ALL = "not slow and not long"
+# Outside it is root, so that the clone, wherever it lies, is its own; it may do what the modes of root's files say.
+_USER = 100001
+_AS_USER = (sys.executable, "-m", "tests.world", "unshare", "--user", f"--map-user={_USER}", f"--map-group={_USER}")
 _UNIT = ("tests/unit",)
 # Those that depend most on what a machine has: containers, hooks, engines, apt, one lab host, Ansible.
 _INTEGRATION = tuple(
@@ -38,8 +41,11 @@ _FILES = {
     "/nonexistent/runc": "#!/bin/sh\nexit 42\n",
     "/usr/local/bin/docker": "#!/bin/sh\necho 'Docker version 99.0.0, build 0000000'; exit 42\n",
     "/usr/local/bin/runc": "#!/bin/sh\nexit 42\n",
+    "/etc/containerd/conf.d/99-nvidia.toml": (
+        "# gpuprov begin, new file: `gpuprov runtime configure --unset` takes this out\nversion = 2\n# gpuprov end\n"
+    ),
     "/etc/docker/daemon.json": '{"data-root": "/nonexistent", "default-runtime": "kata", "runtimes": {"nvidia": {}}}',
-    "/etc/passwd": "taken:x:100000:100000::/nonexistent:/bin/false\n",
+    "/etc/passwd": f"taken:x:100000:100000::/nonexistent:/bin/false\nplain:x:{_USER}:{_USER}::/home/plain:/bin/sh\n",
     "/etc/group": "taken:x:100000:\n",
     "/etc/subuid": "taken:100000:65536\n",
     "/etc/subgid": "taken:100000:65536\n",
@@ -88,15 +94,19 @@ def main() -> int:
     results.mkdir(exist_ok=True)
     if not _is_fresh(_CLEAN):
         print("clean results of `make test` are missing or old: these tests run clean first", flush=True)
-        subprocess.run((sys.executable, *_PYTEST, f"--junitxml={_CLEAN}", *_UNIT, *_INTEGRATION), check=False)
+        subprocess.run((*_PYTEST, _ALL, f"--junitxml={_CLEAN}", *_UNIT, *_INTEGRATION), check=False)
     spoilt: dict[str, str] = {}
     clock = _clock(results)
     unit = (*_UNIT, *(f"--deselect={test}" for test in _LEFT_OUT))
-    for name, environment, files in (("unit", clock, unit), ("integration", {}, _INTEGRATION)):
+    for name, environment, command, files in (
+        ("root", clock, (*_PYTEST, f"root and {_ALL}"), unit),
+        ("user", clock, (*_AS_USER, *_PYTEST, f"not root and {_ALL}"), unit),
+        ("integration", {}, (*_PYTEST, _ALL), _INTEGRATION),
+    ):
         place = results / f"spoilt-{name}.xml"
         place.unlink(missing_ok=True)
-        print(f"on the spoilt machine: {name} tests {environment.get('FAKETIME', '')}", flush=True)
-        run_spoilt((sys.executable, *_PYTEST, f"--junitxml={place}", *files), environment)
+        print(f"on the spoilt machine: tests of {name} {environment.get('FAKETIME', '')}", flush=True)
+        run_spoilt((*command, f"--junitxml={place}", *files), environment)
         spoilt |= outcomes(place)
     left_out = {test.replace(".py::", "::").replace("/", ".") for test in _LEFT_OUT}
     clean = {name: outcome for name, outcome in outcomes(_CLEAN).items() if name not in left_out}

@@ -92,6 +92,7 @@ def journals(host: FakeHost) -> str:
     return text + "".join(base64.b64decode(one).decode("utf-8", "replace") for one in contents)
 
 
+@pytest.mark.root
 def test_docker_gets_the_proxy_and_no_text_gets_the_password(tmp_path: Path, listening: str) -> None:
     host = ProxyHost(tmp_path)
     before = host.tree()
@@ -114,6 +115,7 @@ def test_docker_gets_the_proxy_and_no_text_gets_the_password(tmp_path: Path, lis
     assert finished(request(host, **values)).changed == 0
 
 
+@pytest.mark.root
 def test_another_password_is_taken_up_and_a_rollback_brings_the_old_one_back(tmp_path: Path, listening: str) -> None:
     host = ProxyHost(tmp_path)
     before = host.tree()
@@ -131,6 +133,7 @@ def test_another_password_is_taken_up_and_a_rollback_brings_the_old_one_back(tmp
     assert not host.exists("/var/lib/gpuprov")
 
 
+@pytest.mark.root
 def test_a_proxy_that_is_no_longer_asked_for_goes(tmp_path: Path, listening: str) -> None:
     host = ProxyHost(tmp_path)
     request(host, proxy=f"http://{listening}")
@@ -148,6 +151,7 @@ def tell(message: str, done: int, total: int) -> None:
 FIRST, SECOND, NONE = (SetDockerProxy(Proxy(url)) for url in ("http://robot:one@a:1", "http://robot:two@b:1", ""))
 
 
+@pytest.mark.root
 def test_the_diff_shows_what_changes(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
     assert FIRST.summary() == f"write {DROP_IN}: docker uses the proxy http://a:1"
@@ -169,6 +173,7 @@ def test_the_diff_shows_what_changes(tmp_path: Path) -> None:
     assert not host.exists(DROP_IN) and not host.exists(ENVIRONMENT)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("old", [b'HTTP_PROXY="http://robot:one@a:1"\n', b"", None])
 def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path, old: bytes | None) -> None:
     host = ProxyHost(tmp_path)
@@ -189,6 +194,7 @@ def test_the_old_password_is_kept_for_root_alone_until_it_is_back(tmp_path: Path
     assert host.everything() == before
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("active", "containers", "restarts"), [(True, "0", 1), (True, "2", 0), (False, "0", 0)], ids=str
 )
@@ -203,6 +209,7 @@ def test_an_undo_restarts_docker_if_nothing_stops(tmp_path: Path, active: bool, 
     assert host.commands.count(("systemctl", "daemon-reload")) == 2
 
 
+@pytest.mark.root
 def test_a_docker_that_does_not_start_with_its_proxy_is_an_error(tmp_path: Path) -> None:
     host = ProxyHost(tmp_path)
     host.failing_unit = "docker.service"
@@ -282,6 +289,7 @@ def test_docker_restarts_only_where_no_container_stops(docker: DockerFacts, in_u
         assert "restart" not in quiet.summary()
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("docker", "in_use", "mode", "planned"),
     [

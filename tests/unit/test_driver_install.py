@@ -96,6 +96,7 @@ class SyncedHost(FakeHost):
         self.marked.append(self.exists(INCOMPLETE_MARK))
 
 
+@pytest.mark.root
 def test_the_driver_is_on_the_disk_before_it_is_called_whole(tmp_path: Path) -> None:
     """After a power cut its files may be empty: then the mark must be there."""
     host = SyncedHost(tmp_path)
@@ -121,6 +122,7 @@ def test_what_an_installer_leaves_of_two_drivers_is_taken_away(host: FailingHost
     assert discover(host).library_version == ""
 
 
+@pytest.mark.root
 def test_oracles_uek_8_is_built_with_the_compiler_that_built_it(tmp_path: Path) -> None:
     class Oracle(FakeHost):
         paths: list[str]

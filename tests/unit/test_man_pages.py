@@ -56,9 +56,9 @@ def test_groff_prints_them_without_a_warning(folder: Path) -> None:
         assert " SYNOPSIS" not in printed(path)
     install = printed(folder / "gpuprov-install.1")
     assert "gpuprov-install - Bring hosts to what the inventory says\n" in install
-    assert "       gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K\n" in install
-    assert "       -C, --check, --dry-run\n" in install
-    assert "       3      a host needs a reboot\n" in install
+    lines = [" ".join(line.split()) for line in install.splitlines()]  # groff 1.24 indents less
+    assert "gpuprov install --hosts inventory.ini --limit 'gpu:!lab-b' -e @site.yml -K" in lines
+    assert "-C, --check, --dry-run" in lines and "3 a host needs a reboot" in lines
     status = install.partition("EXIT STATUS")[2].partition("SEE ALSO")[0]
     assert {*map(int, re.findall(r"\b\d+\b", status))} == {*ExitCode}
     assert "EXIT STATUS" not in printed(folder / "gpuprov-completion.1")

@@ -23,6 +23,8 @@ from tests.unit.ask import ask
 from tests.unit.health_cases import healthy
 from tests.unit.loaded_host import DCGM, PERSISTENCED, LoadedHost
 
+# Its hosts have device nodes.
+pytestmark = pytest.mark.root
 BOTH = ("reset", "reboot")
 _XID = "[ 9.1] NVRM: Xid (PCI:0000:1b:00): {}, pid=7"
 _WRONG = HealthFound("unfit", "accept-wrong", "0", "GPU-0", "it computes wrong results", "seen", "replace it")

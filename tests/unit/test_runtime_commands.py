@@ -9,6 +9,7 @@ import tomllib
 from click.testing import CliRunner, Result
 
 from gpuprov.cli.main import cli
+from gpuprov.engines import containerd
 from gpuprov.protocol.errors import ExitCode
 from tests.files import put
 from tests.unit.test_commands_for_containers import error_of
@@ -27,8 +28,9 @@ def main(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def words(main: Path) -> list[object]:
-    """A call for that file, of a containerd 1.7."""
+def words(main: Path, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """A call for that file, of a containerd 1.7, on a machine without drop-ins."""
+    monkeypatch.setattr(containerd, "DROP_IN", str(main.with_name("99-nvidia.toml")))
     program = put(main.with_name("containerd"), "#!/bin/sh\necho containerd v1.7.24\n", 0o755)
     return ["--runtime", "containerd", "--config", main, "--executable-path", program]
 

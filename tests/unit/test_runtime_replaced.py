@@ -40,6 +40,7 @@ class Host(System):
         self.waits.append((self.read_text(LAUNCHER_PATH), there))
 
 
+@pytest.mark.root
 def test_a_start_that_began_before_ends_with_its_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def compile_bytecode(system: System, python: Interpreter, folder: str) -> None:
         assert (python, folder) == (Interpreter(), _MODULES)
@@ -62,6 +63,7 @@ def test_a_start_that_began_before_ends_with_its_own_files(tmp_path: Path, monke
     assert (host.exists(_OLD), host.exists(_NEW)) == (True, False)
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("replaced", [True, False])
 def test_programs_follow_their_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replaced: bool) -> None:
     monkeypatch.setattr(toolkit, "compile_bytecode", lambda *_: None)

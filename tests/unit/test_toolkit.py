@@ -221,6 +221,7 @@ def test_the_specification_is_written_if_it_is_not_the_drivers(
     assert plan_cdi(source) == (*(() if opened is None else (SetMode("/etc/cdi", opened),)), *written)
 
 
+@pytest.mark.root
 def test_the_summary_and_the_diffs_of_the_specification(host: System) -> None:
     change, later = WriteCdiSpecification(b"{}", ((OTHER, b"{}\n"),)), WriteCdiSpecification(None)
     assert change.summary() == f"write {CDI_SPECIFICATION}, {OTHER}"
@@ -244,6 +245,7 @@ def test_the_summary_and_the_diffs_of_the_specification(host: System) -> None:
     assert [line for line in lines if not line.startswith(" ")] == [CDI_SPECIFICATION, OTHER]
 
 
+@pytest.mark.root
 @pytest.mark.parametrize("old_journal", [False, True])
 def test_the_specifications_undo_restores_each_file(host: System, old_journal: bool) -> None:
     host.make_directory("/etc/cdi")
@@ -258,6 +260,7 @@ def test_the_specifications_undo_restores_each_file(host: System, old_journal: b
     assert host.read_bytes(CDI_SPECIFICATION) == b"old" and host.exists(OTHER) is old_journal
 
 
+@pytest.mark.root
 @pytest.mark.parametrize(
     ("present", "before", "loaded", "follows"),
     [

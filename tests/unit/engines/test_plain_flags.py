@@ -114,7 +114,13 @@ def test_an_incus_profile_has_each_node_and_each_file_as_a_device() -> None:
     profile = json.loads(incus(_GUEST, {"/dev/null": status}))
     assert profile["config"] == {"environment.A": "b"}
     assert profile["devices"] == {
-        "gpu0": {"type": "unix-char", "source": "/dev/null", "path": "/dev/nvidia0", "mode": "0666", "gid": "0"},
+        "gpu0": {
+            "type": "unix-char",
+            "source": "/dev/null",
+            "path": "/dev/nvidia0",
+            "mode": "0666",
+            "gid": str(status.st_gid),
+        },
         "file0": {"type": "disk", "source": "/h 1/libcuda.so", "path": "/l/libcuda.so", "readonly": "true"},
     }
 

@@ -178,6 +178,7 @@ def test_no_old_signature_lies_beside_a_new_result(tmp_path: Path, monkeypatch: 
     assert not beside.exists()
 
 
+@pytest.mark.root
 def test_a_key_that_can_not_sign_is_reported_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> bytes:
         raise GpuprovError("gpg could not sign with KEY", "", "")
@@ -188,6 +189,7 @@ def test_a_key_that_can_not_sign_is_reported_before_the_run(monkeypatch: pytest.
         command.run_command(Options("accept", sign="KEY"))
 
 
+@pytest.mark.root
 def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
@@ -197,6 +199,7 @@ def test_results_that_can_not_be_kept_end_with_a_sentence(tmp_path: Path, monkey
         command.run_command(Options("accept"))
 
 
+@pytest.mark.root
 def test_results_are_kept_without_room_for_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(Fleet, "run", lambda *_: (HostResult("a", ExitCode.DONE, measured=gpus(0)),))

@@ -16,6 +16,8 @@ from gpuprov.runtime_hook.specification import Specifications
 from tests.triplet import LIBRARIES as MULTIARCH
 from tests.triplet import TRIPLET
 
+# An ordinary user's tests see the machine's /dev, where a driver may have nodes of these names.
+pytestmark = pytest.mark.root
 FILES = (
     f"{MULTIARCH}/libcuda.so.550", f"{MULTIARCH}/libnvidia-ml.so.550", f"{MULTIARCH}/libnvcuvid.so.550",
     f"{MULTIARCH}/libGLX_nvidia.so.550", f"{MULTIARCH}/libnvidia-ngx.so.550", f"{MULTIARCH}/libnvidia-new.so.550",
