@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import re
 import shlex
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 from gpuprov.core.commands import first_match
 from gpuprov.protocol.dataclass import dataclass, replace
-from gpuprov.protocol.errors import Problem, UsageError
+from gpuprov.protocol.errors import GpuprovError, Problem, UsageError
 from gpuprov.protocol.words import counted
 
 EXTRA_VARS_HINT = '-e gpuprov_driver_version=580.178.04, -e \'{"gpuprov_engines": ["podman"]}\' or -e @site.yml'
@@ -31,7 +33,11 @@ def ansible_output() -> Iterator[list[str]]:
     """Collect Ansible's output for gpuprov's errors, so that it does not appear between the lines of a table."""
     try:
         from ansible.utils.display import Display
-    except ansible_error() as error:
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "ansible":
+            seen = f"Python {platform.python_version()}: {type(error).__name__}: {error}"
+            step = f"{shlex.quote(sys.executable)} -m pip install --upgrade ansible-core; or use an older Python"
+            raise GpuprovError("ansible-core does not start with this Python", seen, step) from None
         raise UsageError("Ansible's settings are wrong", explained(error), "correct what is named") from None
 
     output: list[str] = []

@@ -224,6 +224,15 @@ def test_another_become_method_of_ansible_cfg(tmp_path: Path, hosts: str, refuse
     assert ("'doas'" in error and "-e ansible_become_method=sudo" in error) == refused, error
 
 
+def test_an_ansible_that_this_python_can_not_load_is_named(tmp_path: Path) -> None:
+    put(tmp_path / "hosts", "lab-a\n")
+    # As ansible-core 2.21 under Python 3.15.
+    put(tmp_path / "ansible/__init__.py", "import dataclasses\ndataclasses.is_type\n")
+    error = completed(tmp_path, "", PYTHONPATH=str(tmp_path)).stderr
+    assert "ansible-core does not start with this Python" in error
+    assert "AttributeError: module 'dataclasses' has no attribute" in error
+
+
 FAILING = [
     (
         "aws_ec2.yml", "plugin: amazon.aws.aws_ec2\n", "specifies unknown plugin 'amazon.aws.aws_ec2'",

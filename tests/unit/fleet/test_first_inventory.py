@@ -198,7 +198,9 @@ def test_ctrl_c_writes_nothing(here: Path) -> None:
         process.stdin.write("gpu01\n")
         shown = ""
         while "User for SSH" not in shown:
-            shown += process.stderr.read(1)
+            more = process.stderr.read(1)
+            assert more, shown
+            shown += more
         # Python's input() drops the exception of a signal that comes before it reads (read(2) of x86_64 and aarch64).
         while Path(f"/proc/{process.pid}/syscall").read_text().split()[:2] not in (["0", "0x0"], ["63", "0x0"]):
             assert process.poll() is None
