@@ -9,11 +9,11 @@ from tests.triplet import TRIPLET
 # Version → suite, and the libraries that its parts want of that suite.
 _SUITES = {
     "3.9": ("bullseye", "libffi7", "libssl1.1"), "3.11": ("bookworm", "libffi8", "libssl3"),
-    "3.13": ("trixie", "libffi8", "libssl3t64"), "3.14": ("sid", "libffi8", "libssl3t64"),
+    "3.13": ("trixie", "libffi8", "libssl3t64"), "3.15": ("sid", "libffi8", "libssl3t64"),
 }  # fmt: skip
 VERSIONS = ("3.9", "3.11", "3.13")
 # What Debian's unstable release has, newer than any stable one's.
-NEWEST = "3.14"
+NEWEST = "3.15"
 _LIBRARIES = ("libc6", "libgcc-s1", "zlib1g", "libexpat1", "libbz2-1.0", "liblzma5")
 # It may need a newer C library than this machine has: its own loader starts it.
 # tests/spoilt.py preloads libraries that are of this machine's C library.
