@@ -17,7 +17,7 @@ from gpuprov.runtime_hook import deploy
 
 OLDEST = (3, 9)
 # As a login's PATH may have them; the newest first after the distribution's default.
-NAMES = ("python3", *(f"python3.{minor}" for minor in range(14, 8, -1)))
+NAMES = ("python3", *(f"python3.{minor}" for minor in range(15, 8, -1)))
 PLATFORM_PYTHON = "/usr/libexec/platform-python"
 # Debian's and Ubuntu's have the programs in packages of their own.
 _PACKAGES = re.compile(r"python3(\.\d+)?-minimal|python3(\d{1,2}|\.\d+)?|platform-python")

@@ -10,7 +10,7 @@ class AmbiguousError(ValueError):
 
 
 class _Context:
-    """What the C scanner asks of its decoder (json.decoder.JSONDecoder, Python 3.9 to 3.14)."""
+    """What the C scanner asks of its decoder (json.decoder.JSONDecoder, Python 3.9 to 3.15)."""
 
     strict = True
     object_hook = None
