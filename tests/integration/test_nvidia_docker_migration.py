@@ -75,6 +75,7 @@ def host_with(site: Site, *names: str) -> Host:
         run(("gpg", "--homedir", str(home), "--armor", "--export", one))
         for home, one in ((gnupg, ours), (other, others))
     )
+    run(("gpgconf", "--homedir", str(other), "--kill", "all"))
     (host.root / "etc/apt/trusted.gpg").write_bytes(dearmored(keys.encode()))
     (host.root / _SOURCE).write_text(SOURCES)
     (host.root / "etc/apt/apt.conf.d/99retired").write_text(PROXY.format(url=site.lab.url))
