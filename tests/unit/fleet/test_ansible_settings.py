@@ -181,7 +181,7 @@ def test_a_user_that_ssh_takes_from_a_file_only(tmp_path: Path, monkeypatch: pyt
     assert "take out ansible_user, and name the user in ~/.ssh/config" in caught.value.problems[0].next_step
 
 
-def test_the_keys_that_newer_ssh_tries_unasked_are_nobodys_choice(
+def test_the_keys_that_newer_ssh_tries_by_default_are_nobodys_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # As OpenSSH 10.6 prints them.
