@@ -251,17 +251,20 @@ def _no_answers(_title: str, _text: str, questions: Sequence[Any]) -> Sequence[s
 
 
 def _bound_banner(transport: Any) -> None:
-    """Let a server send only so much before its version: paramiko would read a line without an end for ever."""
+    """Let a server send only so much before its version, as paramiko would read on for ever; tell it if none comes."""
     from paramiko import SSHException
 
-    packetizer, left = transport.packetizer, _BANNER_BYTES
+    packetizer, said = transport.packetizer, b""
     read = packetizer._read_timeout  # nothing but the reading of lines calls it
 
     def bounded(timeout: float) -> bytes:
-        nonlocal left
-        content: bytes = read(timeout)
-        left -= len(content)
-        if left < 0:
+        nonlocal said
+        try:
+            content: bytes = read(timeout)
+        except EOFError:
+            raise EOFError(f": {said[:200].decode('utf-8', 'replace')}" if said else "") from None
+        said += content
+        if len(said) > _BANNER_BYTES:
             raise SSHException(f": more than {_BANNER_BYTES} bytes before it")
         return content
 
@@ -432,6 +435,9 @@ def _handshake_problem(
         return _silence(place, "the port is open, but nothing there says a word", settings)
     transport = connection.client.get_transport()
     spoke = transport is not None and transport.remote_version
+    if "Not allowed at this time" in str(error):  # OpenSSH 9.8 and later
+        what = f"{place} accepts no connection from here for a while, as after failed logins (PerSourcePenalties)"
+        return Problem(what, str(error), "wait a minute, and correct the login first; on the host: journalctl -u ssh")
     if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
         return Problem(
             f"{place} closes the connection before the SSH banner", str(error),

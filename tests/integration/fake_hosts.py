@@ -184,7 +184,9 @@ PROBES = {
     "sudo": "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\ncache /home/ops/.cache/gpuprov\nagent \n"
     "python 3.11.2 /usr/bin/python3\nsudo 1 sudo: a password is required\nend\n",
 }
-NOT_SSH = ("refused", "silent", "web")
+# What a server says in place of SSH; OpenSSH 10.6 after logins that failed.
+SAID = {"web": b"HTTP/1.1 400 Bad Request\r\n\r\n" * 40, "penalty": b"Not allowed at this time\r\n"}
+NOT_SSH = ("refused", "silent", *SAID)
 KINDS = (*RUNS, *PROBES, "full-home", "login", "other-key", "frozen", *NOT_SSH)
 
 
@@ -281,8 +283,8 @@ async def _serve(folder: Path, hosts: Sequence[Host], latency: float) -> None:
 
     async def not_ssh(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host = by_address[writer.get_extra_info("sockname")[0]]
-        if host.kind == "web":
-            writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n" * 40)
+        if host.kind in SAID:
+            writer.write(SAID[host.kind])
             await writer.drain()
         else:
             await host.released("hold-silence")
@@ -291,7 +293,7 @@ async def _serve(folder: Path, hosts: Sequence[Host], latency: float) -> None:
     others = [host for host in hosts if host.kind == "other-key"]
     await listen(other_key, others)
     await listen(server_key, [host for host in hosts if host not in others and host.kind not in NOT_SSH])
-    plain = [host.address for host in hosts if host.kind in ("silent", "web")]
+    plain = [host.address for host in hosts if host.kind in ("silent", *SAID)]
     server = await asyncio.start_server(not_ssh, plain, port) if plain else None
     _write_files(folder, hosts, port, identity, server_key)
     print("ready", flush=True)

@@ -68,7 +68,8 @@ OUTCOMES = [
     ("frozen", ExitCode.UNREACHABLE, "the host accepts the login, then stops responding", "the connection broke"),
     ("refused", ExitCode.UNREACHABLE, "cannot be reached", "Connection refused"),
     ("silent", ExitCode.UNREACHABLE, "does not answer", "nothing there says a word within 3 s"),
-    ("web", ExitCode.UNREACHABLE, "closes the connection before the SSH banner", "banner"),
+    ("web", ExitCode.UNREACHABLE, "closes the connection before the SSH banner", "HTTP/1.1 400 Bad Request"),
+    ("penalty", ExitCode.UNREACHABLE, "accepts no connection from here for a while", "Not allowed at this time"),
 ]
 
 
