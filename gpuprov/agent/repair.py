@@ -22,7 +22,7 @@ from gpuprov.driver.running_driver import Unloading, gather_running, start_again
 from gpuprov.engines.containers import stop_command
 from gpuprov.facts.boot import gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders, parse_cgroup
-from gpuprov.facts.gpus import UNIT as FABRIC_MANAGER
+from gpuprov.facts.gpus import FABRIC_UNIT as FABRIC_MANAGER
 from gpuprov.facts.gpus import gather_mig
 from gpuprov.facts.host import HostFacts
 from gpuprov.protocol.codec import WrongDataError, dump, load, parse

@@ -7,6 +7,7 @@ import re
 import shlex
 
 from gpuprov.cdi.generate import PATH
+from gpuprov.cdi.specification import SUFFIXES
 from gpuprov.doctor import suggested_commands as commands
 from gpuprov.doctor.docker_rules import in_daemon
 from gpuprov.doctor.finding import CERTAIN, FILES, LIKELY, STEPS, UNITS, WARNING, Remedy
@@ -19,12 +20,11 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 # NVIDIA's toolkit has this unit since 1.18.
 NVIDIAS_REFRESH = "nvidia-cdi-refresh.service"
 _OURS = (Remedy(STEPS, ("cdi",)),)
-_SUFFIXES = (".json", ".yaml", ".yml")
 
 
 def specifications(x: HostSnapshot) -> dict[str, str]:
     """Return path → text of the specifications that name NVIDIA's devices or can't be read."""
-    paths = (path for path in x.texts if path.startswith(SPECIFICATION_FOLDERS) and path.endswith(_SUFFIXES))
+    paths = (path for path in x.texts if path.startswith(SPECIFICATION_FOLDERS) and path.endswith(SUFFIXES))
     return {path: x.texts[path] for path in paths if path == PATH or "nvidia" in x.texts[path]}
 
 

@@ -19,7 +19,7 @@ from gpuprov.doctor.snapshot import VULKAN_AND_OPENCL, HostSnapshot, lines_that_
 from gpuprov.driver import fabric_manager, generations
 from gpuprov.driver.run_files import INCOMPLETE_MARK, INSTALLER_STATE
 from gpuprov.facts.driver import without_preload
-from gpuprov.facts.gpus import UNIT
+from gpuprov.facts.gpus import FABRIC_UNIT
 from gpuprov.facts.kernels import newest
 from gpuprov.plan.preflight import combination
 from gpuprov.protocol import advisories
@@ -229,22 +229,22 @@ def fabric_state(x: HostSnapshot) -> Seen | None:
     found = reported(x, "fabric/state", "In Progress|Not Started")
     if found and x.host.fabric.rack:
         found.next_step = "systemctl status nvidia-imex; nvidia-imex-ctl -N; nvidia-smi -q | grep -A4 Fabric"
-    elif found and not commands.has_unit(x, UNIT):
+    elif found and not commands.has_unit(x, FABRIC_UNIT):
         outside = "the fabric manager runs outside: on the container host, or the VM's"
         found.next_step = f"nvidia-smi -q | grep -A4 Fabric  # {outside}"
     return found
 
 
 def fabric_manager_missing(x: HostSnapshot) -> Seen | None:
-    unit, version = x.units.get(UNIT), _fabric_wanted(x)
+    unit, version = x.units.get(FABRIC_UNIT), _fabric_wanted(x)
     if not version or x.host.fabric.silent or (unit is not None and unit.active == "active"):
         return None
     if unit is not None and unit.load == "loaded":
         known = first_match("fabric manager", x.fabric_log)
-        seen = f"systemctl show {UNIT}: {unit.active}, {unit.result}"
+        seen = f"systemctl show {FABRIC_UNIT}: {unit.active}, {unit.result}"
         return Seen(seen, known[1], meaning=known[0].what, next_step=known[0].next_step) if known else Seen(seen)
     return Seen(
-        f"NVSwitches: {', '.join(x.host.fabric.switches)}", f"systemctl show {UNIT}: not-found",
+        f"NVSwitches: {', '.join(x.host.fabric.switches)}", f"systemctl show {FABRIC_UNIT}: not-found",
         meaning="this machine has NVSwitches, and no fabric manager: CUDA ends with error 802",
         next_step=f"{_install_fabric_manager(x, version)}; systemctl enable --now nvidia-fabricmanager",
     )  # fmt: skip

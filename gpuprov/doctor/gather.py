@@ -40,7 +40,7 @@ from gpuprov.engines.known import ENGINES as KNOWN
 from gpuprov.engines.known import KUBELET_CONFIG
 from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, MPS, NODES, PERSISTENCE, PROGRAM, REFRESH, UNITS, WATCH
 from gpuprov.facts.driver import PRELOAD, package_change, since
-from gpuprov.facts.gpus import UNIT
+from gpuprov.facts.gpus import FABRIC_UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.facts.host import gather as gather_host
 from gpuprov.facts.kernels import gather_kernels, module_of
@@ -61,13 +61,13 @@ _ENGINE_SECONDS = 10
 _SMI_SECONDS = 120
 _SECONDS = 20
 _DOCKER_LOG = ("journalctl", "--boot", "--unit=docker", "--lines=400", "--no-pager", "--output=cat")
-_FABRIC_LOG = ("journalctl", "--boot", f"--unit={UNIT}", "--lines=50", "--no-pager", "--output=cat")
+_FABRIC_LOG = ("journalctl", "--boot", f"--unit={FABRIC_UNIT}", "--lines=50", "--no-pager", "--output=cat")
 _SHOW = ("systemctl", "show", "-p", ",".join(snapshot.UNIT_PROPERTIES))
 _LARGEST_TEXT = 1 << 20
 _BOOTS = (PROGRAM, f"{UNITS}/gpuprov-")
 _TIMED = (NVIDIA_HOOK_PATH, PID_FILE, CACHE, SETTINGS_PATH, NVIDIA_SETTINGS_PATH)
 _UNITS = (
-    "docker.service", "containerd.service", PERSISTENCE, UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
+    "docker.service", "containerd.service", PERSISTENCE, FABRIC_UNIT, NODES, REFRESH, NVIDIAS_REFRESH, WATCH_SERVICE,
     WATCH_TIMER, WATCH, MPS, GPUDIRECT, CONFIDENTIAL,
 )  # fmt: skip
 # Folders in whose files rules search for a line, and single files.

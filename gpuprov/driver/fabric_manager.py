@@ -13,7 +13,7 @@ from gpuprov.core.commands import first_match
 from gpuprov.core.system import System
 from gpuprov.core.units import is_active, log_of
 from gpuprov.driver.source import DriverSource
-from gpuprov.facts.gpus import FABRIC_MODULES, FABRIC_PROGRAM, UNIT, FabricFacts, parse_version
+from gpuprov.facts.gpus import FABRIC_MODULES, FABRIC_PROGRAM, FABRIC_UNIT, FabricFacts, parse_version
 from gpuprov.facts.host import manager_on
 from gpuprov.packages.interface import Installation, PackageManager
 from gpuprov.protocol.dataclass import dataclass, replace
@@ -53,7 +53,7 @@ def fault(facts: FabricFacts, version: str) -> Problem | None:
         return Problem(what, facts.hidden, step)
     if facts.silent:
         what = "whether the fabric manager serves the driver is not known"
-        return Problem(what, facts.silent, f"systemctl status {UNIT}; then run the same command again")
+        return Problem(what, facts.silent, f"systemctl status {FABRIC_UNIT}; then run the same command again")
     if not facts.switches or not version:
         return None
     if facts.version != version:
@@ -63,7 +63,11 @@ def fault(facts: FabricFacts, version: str) -> Problem | None:
         return Problem(what, seen, f"install nvidia-fabricmanager {version}, or set gpuprov_fabric_manager: auto")
     if not facts.active:
         what = "the fabric manager does not run: CUDA ends with error 802"
-        return Problem(what, f"systemctl is-active {UNIT}", f"systemctl enable --now {UNIT}; systemctl status {UNIT}")
+        return Problem(
+            what,
+            f"systemctl is-active {FABRIC_UNIT}",
+            f"systemctl enable --now {FABRIC_UNIT}; systemctl status {FABRIC_UNIT}",
+        )
     return None
 
 
@@ -137,36 +141,38 @@ class RunFabricManager(Change):
 
     undo_disturbs: ClassVar[bool] = True
     disturbs = True
-    key = f"run {UNIT}"
+    key = f"run {FABRIC_UNIT}"
 
     def summary(self) -> str:
-        return f"enable {'and start ' if self.start else ''}{UNIT} ({self.version})"
+        return f"enable {'and start ' if self.start else ''}{FABRIC_UNIT} ({self.version})"
 
     def capture(self, system: System) -> Json:
-        return {"enabled": is_active(system, UNIT, "is-enabled"), "active": is_active(system, UNIT)}
+        return {"enabled": is_active(system, FABRIC_UNIT, "is-enabled"), "active": is_active(system, FABRIC_UNIT)}
 
     def apply(self, system: System, tell: Tell) -> Json:
         told = system.run((FABRIC_PROGRAM, "--version"), timeout=20)
-        found = FabricFacts((UNIT,), version=parse_version(told.stdout + told.stderr), active=True)
+        found = FabricFacts((FABRIC_UNIT,), version=parse_version(told.stdout + told.stderr), active=True)
         if problem := fault(found, self.version):
             look = f"{manager_on(system).commands.versions} 'nvidia-fabric*'"
             step = f"is nvidia-fabricmanager {self.version} in a repository of this host? {look}"
             raise GpuprovError(problem.what, told.evidence(2), step)
         if self.modules and self.start:
             system.run(("modprobe", "-a", *self.modules))
-        system.require(("systemctl", "enable", UNIT), f"{UNIT} can't be enabled", f"systemctl status {UNIT}")
-        done = system.run(("systemctl", "restart", UNIT), timeout=_START_SECONDS) if self.start else told
+        system.require(
+            ("systemctl", "enable", FABRIC_UNIT), f"{FABRIC_UNIT} can't be enabled", f"systemctl status {FABRIC_UNIT}"
+        )
+        done = system.run(("systemctl", "restart", FABRIC_UNIT), timeout=_START_SECONDS) if self.start else told
         if self.start and not done.ok:
-            said = log_of(system, UNIT)
+            said = log_of(system, FABRIC_UNIT)
             seen = f"{done.evidence(3)}\n{said}".strip()
             known = first_match("fabric manager", said.splitlines())
-            step = known[0].next_step if known else f"systemctl status {UNIT}"
-            raise GpuprovError(f"{UNIT} does not start", seen, step)
+            step = known[0].next_step if known else f"systemctl status {FABRIC_UNIT}"
+            raise GpuprovError(f"{FABRIC_UNIT} does not start", seen, step)
         return {}
 
     @classmethod
     def undo(cls, system: System, before: Json, outcome: Json | None) -> None:
         if not before["active"]:
-            system.run(("systemctl", "stop", UNIT), timeout=_START_SECONDS)
+            system.run(("systemctl", "stop", FABRIC_UNIT), timeout=_START_SECONDS)
         if not before["enabled"]:
-            system.run(("systemctl", "disable", UNIT))
+            system.run(("systemctl", "disable", FABRIC_UNIT))

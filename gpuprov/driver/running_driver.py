@@ -17,7 +17,7 @@ from gpuprov.driver.source import DriverSource
 from gpuprov.engines.containers import stop_command
 from gpuprov.facts.boot import CONFIDENTIAL, GPUDIRECT, IN_USE_MARK, MPS, PERSISTENCE, REBOOT_ASKED, gather_reboot
 from gpuprov.facts.driver import GpuHolder, RunningDriver, gather_holders
-from gpuprov.facts.gpus import UNIT
+from gpuprov.facts.gpus import FABRIC_UNIT
 from gpuprov.facts.host import HostFacts
 from gpuprov.machine.machine import gather_kernel
 from gpuprov.packages.interface import require_answer
@@ -242,7 +242,7 @@ class StartContainers(Change):
 MONITORS = ("dcgm-exporter.service", "nvidia-dcgm-exporter.service", "nvidia-dcgm.service", "dcgm.service")
 UNITS = (
     *MONITORS, "nvidia-powerd.service", "nvidia-gridd.service", "nvidia-topologyd.service", "nvidia-imex.service",
-    MPS, GPUDIRECT, CONFIDENTIAL, UNIT, PERSISTENCE,
+    MPS, GPUDIRECT, CONFIDENTIAL, FABRIC_UNIT, PERSISTENCE,
 )  # fmt: skip
 # An alias of gdm, lightdm, sddm and all others (systemd.special(7): display-manager.service).
 DISPLAY_MANAGER = "display-manager.service"

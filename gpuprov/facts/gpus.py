@@ -146,7 +146,7 @@ def gather_services(system: System) -> ServiceFacts:
 _BRIDGE_CLASS = "0x0680"
 # From B200 on the switches hide behind network adapters, whose vital product data says so (NVIDIA's driver container).
 _ADAPTERS, _SWITCH_MANAGEMENT = "/sys/class/infiniband", b"SW_MNG"
-UNIT = "nvidia-fabricmanager.service"
+FABRIC_UNIT = "nvidia-fabricmanager.service"
 FABRIC_PROGRAM = "nv-fabricmanager"
 # Kernel modules that it needs before it starts.
 FABRIC_MODULES = "/etc/modules-load.d/gpuprov-fabric.conf"
@@ -189,7 +189,7 @@ def gather_fabric(system: System, *, managed: bool | None = None) -> FabricFacts
     if not switches:
         return FabricFacts(hidden=_hidden(system, fabrics))
     told = system.run((FABRIC_PROGRAM, "--version"), timeout=20)
-    active, enabled = (system.run(("systemctl", verb, "--quiet", UNIT)) for verb in ("is-active", "is-enabled"))
+    active, enabled = (system.run(("systemctl", verb, "--quiet", FABRIC_UNIT)) for verb in ("is-active", "is-enabled"))
     version, silent = parse_version(told.stdout + told.stderr), unanswered_evidence(told, active, enabled)
     return FabricFacts(switches, managed, version, active.ok, enabled.ok, silent=silent)
 

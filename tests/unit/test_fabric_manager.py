@@ -12,7 +12,8 @@ from gpuprov.core.changes import FileFact, WriteFile
 from gpuprov.core.commands import Completed
 from gpuprov.driver import cuda_repository, fabric_manager
 from gpuprov.driver.fabric_manager import RunFabricManager, packages
-from gpuprov.facts.gpus import UNIT, FabricFacts, gather_fabric, parse_version
+from gpuprov.facts.gpus import FABRIC_UNIT as UNIT
+from gpuprov.facts.gpus import FabricFacts, gather_fabric, parse_version
 from gpuprov.facts.host import HostFacts, gather
 from gpuprov.machine.pci import gather_gpus
 from gpuprov.packages.apt import APT
