@@ -301,7 +301,7 @@ class InstallDriverRpms(InstallRpmPackages):
         if former:
             manager = _rpm_manager(system)
             words = _rpm_words(system, former)
-            done = run_rpm(system, manager.exact(words, simulate=False), tell_nobody, _INSTALL_SECONDS)
+            done = run_rpm(system, manager.exact(system, words, simulate=False), tell_nobody, _INSTALL_SECONDS)
             what = f"{_what(former)} could not be installed again in their former version"
             failures.finish_rpm(done, what, manager.good_codes)
             _mark_used(system, words)
@@ -367,7 +367,7 @@ def _former_rpms(system: System, before: Json, outcome: Json | None) -> tuple[st
     if {*map(package_name, former)} & gather_locks(system, manager.hold_tool(system)).held:
         # The undo of the hold comes first; until then, nothing can be simulated.
         return former
-    asked = system.run(manager.exact(_rpm_words(system, former), simulate=True), timeout=_SIMULATE_SECONDS)
+    asked = system.run(manager.exact(system, _rpm_words(system, former), simulate=True), timeout=_SIMULATE_SECONDS)
     what = f"{manager.name} does not tell whether {_what(former)} can be installed again"
     removed = manager.removed_by(require_answer(asked, what))
     return former if removed is not None and all(map(DRIVER_PACKAGES.match, removed)) else ()

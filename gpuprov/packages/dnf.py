@@ -37,7 +37,6 @@ class Dnf(RpmManager):
     )
     refresh = ("dnf", "-y", "makecache")
     install = ("dnf", "-y", "--setopt=install_weak_deps=False", "install")
-    as_asked = ("--setopt=assumeno=0", "--setopt=cacheonly=0")
     version_joint = "-"
     repository_directory = "/etc/yum.repos.d"
     copied_directory = "repos.d"
@@ -62,11 +61,15 @@ class Dnf(RpmManager):
         tool = "dnf5" if row.id == "fedora" and not is_older else "dnf"
         return tuple(filter(None, (LOCK_TOOLS[tool].plugin,)))
 
-    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+    def as_asked(self, system: System) -> tuple[str, ...]:
+        off = "none" if self.hold_tool(system) == "dnf5" else "0"
+        return "--setopt=assumeno=0", f"--setopt=cacheonly={off}"
+
+    def exact(self, system: System, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         # Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
         options = ("--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
         sources = ("--disablerepo=*",) if names[0].startswith("/") else ()
-        words = ("--assumeno",) if simulate else ("-y", *self.as_asked)
+        words = ("--assumeno",) if simulate else ("-y", *self.as_asked(system))
         return ("dnf", *options, *sources, *words, "install", *names)
 
     def unlocked(self, system: System) -> tuple[str, ...]:
@@ -80,7 +83,7 @@ class Dnf(RpmManager):
 
     def query(self, system: System, options: tuple[str, ...], names: Sequence[str]) -> Versions:
         # dnf would answer from metadata of up to two days ago, or of any age, as metadata_expire says.
-        command = ("dnf", "-q", "-y", *self.as_asked, "--refresh", *options, *_QUERY, *names)
+        command = ("dnf", "-q", "-y", *self.as_asked(system), "--refresh", *options, *_QUERY, *names)
         done = run_rpm(system, command, tell_nobody, QUERY_SECONDS)
         finish_rpm(done, NO_INDEX)
         return parse_repoquery(done.stdout)

@@ -22,7 +22,7 @@ class Advice:
 # Above the names of packages whose own scripts have failed.
 FAILED = "Errors were encountered while processing:"
 # How dnf and zypper name a repository that can't be read.
-_REPOSITORY = re.compile(r"(?:for repo(?:sitory)?|Repository) '([^']+)'")
+_REPOSITORY = re.compile(r"(?:for repo(?:sitory)?|Repository) ['\"]([^'\"]+)['\"]")
 # Lines that name why a repository is not reached; zypper's first line about it does not.
 _REASONS = {"rpm": (
     r"[Cc]ould(n't| not) resolve host|Status code: 404|HTTP Error 404|not found on medium|Curl error \(\d+\)"

@@ -54,8 +54,7 @@ def rpm_lock_holder(system: System) -> str:
 class RpmManager(interface.PackageManager):
     """A package manager that uses rpm.
 
-    `refresh` and `install` are commands; `as_asked` has options for both that win over a site's settings.
-    `version_joint`: what stands between a name and the version that is asked for.
+    `refresh` and `install` are commands. `version_joint`: what stands between a name and the version that is asked for.
     `good_codes`: exit codes that mean success. `package_check`: the option of a .repo file that checks the signatures
     of packages. `repository_lines` and `bundle_lines`: further lines of a .repo file, and of a bundle's. `rebuilds`: a
     release ends in a number that counts how often the package was built. `login_in_url`: a .repo file has no other
@@ -68,7 +67,6 @@ class RpmManager(interface.PackageManager):
 
     refresh: tuple[str, ...]
     install: tuple[str, ...]
-    as_asked: tuple[str, ...] = ()
     version_joint: str
     good_codes: tuple[int, ...] = (0,)
     repository_directory: str
@@ -98,12 +96,16 @@ class RpmManager(interface.PackageManager):
         """Return the tool that holds packages, by its name in rpm_locks.LOCK_TOOLS."""
         return self.name
 
+    def as_asked(self, system: System) -> tuple[str, ...]:
+        """Return the options that win over a site's settings, for `refresh` and `install`."""
+        return ()
+
     def word(self, package: str) -> str:
         """Return NAME-VERSION-RELEASE.ARCH as the command line takes it."""
         return package
 
     @abstractmethod
-    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+    def exact(self, system: System, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         """Return the command that installs packages (NAME-VERSION-RELEASE.ARCH), older ones too, or only says how.
 
         They may be files; then no repository is read.
@@ -328,7 +330,7 @@ class RefreshRpmIndex(interface.IndexRefresh):
         return f"refresh the package index ({' '.join(self.program.refresh)})"
 
     def apply(self, system: System, tell: Tell) -> None:
-        command = _with(self.program.refresh, (*self.options, *self.program.as_asked))
+        command = _with(self.program.refresh, (*self.options, *self.program.as_asked(system)))
         done = run_rpm(system, command, tell, interface.REFRESH_SECONDS)
         finish_rpm(done, NO_INDEX, self.program.good_codes)
 
@@ -370,7 +372,7 @@ class InstallRpmPackages(interface.PackageInstallation):
     def _install(self, system: System, tell: Tell) -> None:
         how = self.program
         names = tuple(name.replace("=", how.version_joint, 1) for name in self.names)
-        command = (*_with(how.install, (*self.options, *how.as_asked)), *names)
+        command = (*_with(how.install, (*self.options, *how.as_asked(system))), *names)
         what = f"{', '.join(self.names)} could not be installed"
         conf = "/etc/dnf/dnf.conf"
         if how.name == "dnf" and (flag := _INCOMPLETE.search(system.read_text(conf) or "")):

@@ -55,7 +55,7 @@ class Zypper(RpmManager):
         name, version, release = package.rsplit("-", 2)
         return f"{name}={version}-{release.rpartition('.')[0]}"
 
-    def exact(self, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
+    def exact(self, system: System, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         words = ("--dry-run",) if simulate else _AS_ASKED
         options = ("--oldpackage", "--no-recommends", "--force-resolution", *words)
         if names[0].startswith("/"):

@@ -10,15 +10,18 @@ from pathlib import Path
 from tests.lab.shell import LabError, run
 from tests.lab.sources import behind, source_lines
 
-# `rpm` is a Debian with the package managers of rpm's distributions; which of those it claims to be, a host says.
-RELEASES = ("bullseye", "bookworm", "trixie", "sid", "rpm")
-_DEBIAN = {"rpm": "bookworm"}
+# `rpm` and `dnf5` are Debians with the package managers of rpm's distributions; which of those it is, a host says.
+RELEASES = ("bullseye", "bookworm", "trixie", "sid", "rpm", "dnf5")
+_DEBIAN = {"rpm": "bookworm", "dnf5": "sid"}
 _PACKAGES = (
     "systemd", "systemd-sysv", "dbus", "openssh-server", "python3", "iproute2", "ca-certificates", "sudo", "procps",
     "kmod", "iptables", "gpgv", "netbase", "docker.io",
 )  # fmt: skip
 # From trixie on docker.io no longer brings the client.
-_MORE = {"trixie": ("docker-cli",), "sid": ("docker-cli",), "rpm": ("dnf", "zypper", "rpm")}
+_MORE = {
+    "trixie": ("docker-cli",), "sid": ("docker-cli",), "rpm": ("dnf", "zypper", "rpm"),
+    "dnf5": ("docker-cli", "dnf5", "rpm", "gnupg"),
+}  # fmt: skip
 # apt's lists stay: a host asks its mirror whether they changed, instead of fetching 15 MiB of them in every test.
 _OPTIONS = ("--skip=cleanup/apt/lists", '--aptopt=Acquire::Languages "none"')
 # Every host makes its own.

@@ -86,6 +86,10 @@ def rpm_distribution(root: Path, os_release: str) -> None:
         (root / folder).mkdir(parents=True, exist_ok=True)
     for program in ("apt-get", "dpkg", "dpkg-query"):
         (root / "usr/bin" / program).unlink()
+    if (root / "usr/bin/dnf5").exists():
+        # As Fedora has it; Debian's also keeps a copy of each package.
+        (root / "usr/bin/dnf").symlink_to("dnf5")
+        (root / "etc/dnf/libdnf5-plugins/local.conf").unlink()
     with tempfile.TemporaryDirectory() as folder:
         package = build_package(BASE, Path(folder))
         shutil.copyfile(package, root / "tmp" / package.name)

@@ -67,6 +67,7 @@ KNOWN = {
     "ol-10.0": ("ol", "10", "dnf", "rhel10"),
     "eurolinux-9.2": ("rhel", "9", "dnf", "rhel9"),
     "fedora-38": ("fedora", "38", "dnf", "fedora38"),
+    "fedora-43": ("fedora", "43", "dnf", "fedora43"),
     "amzn-2023": ("amzn", "2023", "dnf", "amzn2023"),
     "sles-15.3": ("sles", "15", "zypper", "sles15"),
     "sles-16.0": ("sles", "16", "zypper", "suse16"),

@@ -17,6 +17,7 @@ from gpuprov.packages.rpm import InstallRpmPackages, RefreshRpmIndex, RpmManager
 from gpuprov.packages.rpm_locks import HoldRpmPackages
 from gpuprov.packages.zypper import ZYPPER
 from gpuprov.protocol.errors import GpuprovError
+from tests.files import put
 from tests.unit.refused import refused
 from tests.unit.scripted import Recorded
 from tests.unit.test_packages import WithLocks, held_by_another
@@ -132,8 +133,8 @@ class RecordedRpm(Recorded):
 
 
 COMMANDS = {
-    "dnf": ("dnf", *DNF.as_asked, "-y", "--setopt=install_weak_deps=False", "install", "gcc",
-            "kernel-devel-5.14.0-427.el9.x86_64"),
+    "dnf": ("dnf", "--setopt=assumeno=0", "--setopt=cacheonly=0", "-y", "--setopt=install_weak_deps=False", "install",
+            "gcc", "kernel-devel-5.14.0-427.el9.x86_64"),
     "zypper": ("zypper", "--non-interactive", "install", "--download-in-advance", "--no-recommends", "--", "gcc",
                "kernel-devel=5.14.0-427.el9.x86_64"),
 }  # fmt: skip
@@ -145,8 +146,16 @@ def test_each_manager_is_asked_in_its_own_words(tmp_path: Path, manager: RpmMana
     InstallRpmPackages(manager, ("gcc", "kernel-devel=5.14.0-427.el9.x86_64")).apply(host, lambda *_: None)
     RefreshRpmIndex(manager).apply(host, lambda *_: None)
     assert host.asked[0] == COMMANDS[manager.name]
-    assert host.asked[1] == (manager.refresh[0], *manager.as_asked, *manager.refresh[1:])
+    assert host.asked[1] == (manager.refresh[0], *manager.as_asked(host), *manager.refresh[1:])
     assert not any("gpg-auto-import" in word or "nogpgcheck" in word for argv in host.asked for word in argv)
+
+
+def test_dnf_5_has_another_value_for_what_is_off(tmp_path: Path) -> None:
+    host = RecordedRpm(tmp_path)
+    put(tmp_path / "usr/bin/dnf5", "#!/bin/sh\n", 0o755)
+    (tmp_path / "usr/bin/dnf").symlink_to("dnf5")
+    RefreshRpmIndex(DNF).apply(host, lambda *_: None)
+    assert host.asked == [("dnf", "--setopt=assumeno=0", "--setopt=cacheonly=none", "-y", "makecache")]
 
 
 @pytest.mark.parametrize("code", [102, 103])
@@ -192,6 +201,9 @@ FAILURES = [
     ("  - Status code: 404 for http://127.0.0.1:8765/nowhere/repodata/repomd.xml (IP: 127.0.0.1)",
      "there is no repository at that address"),
     ("  - Curl error (7): Couldn't connect to server for http://127.0.0.1:9/repodata/repomd.xml",
+     "a repository can't be reached"),
+    # dnf 5.4 with -q
+    ('Failed to download metadata (baseurl: "http://127.0.0.1:9/rpm") for repository "site": Usable URL not found',
      "a repository can't be reached"),
     ("Error Summary\n-------------\nDisk Requirements:\n   At least 12MB more space needed on the / filesystem.",
      "the disk is full"),
