@@ -256,14 +256,15 @@ def _download(to: Collection, root: str) -> None:
     settings = {
         "reposdir": f"{root}/repos.d", "cachedir": f"{root}/cache", "keepcache": "False",
         "install_weak_deps": "False", "module_platform_id": f"platform:el{major}", "plugins": "False",
+        "destdir": f"{root}/packages",
     }  # fmt: skip
     command = (
         # dnf requires root even though nothing is installed; root of a user namespace is enough.
         *(() if system.user_id() == 0 else ("unshare", "--map-root-user")),
         "dnf", "-y", "--config", f"{root}/dnf.conf", "--installroot", f"{root}/root", "--releasever", recipe.version,
         "--forcearch", recipe.architecture, *(f"--setopt={name}={value}" for name, value in settings.items()),
-        "--downloadonly", "--downloaddir", f"{root}/packages", "install",
-        *(name.replace("=", "-", 1) for name in recipe.packages),
+        # For dnf 5 an option of `install` comes after it.
+        "install", "--downloadonly", *(name.replace("=", "-", 1) for name in recipe.packages),
     )  # fmt: skip
     tell(f"downloading {', '.join(recipe.packages)} and all that they need", 0, 0)
     progress = reporter(r"\(\d+/\d+\): ", tell)

@@ -244,11 +244,16 @@ def version_in(system: System, folder: str) -> str:
 
 INSTALLER_LOG = "/var/log/nvidia-installer.log"
 _APT_HISTORY = "/var/log/apt/history.log"
-_LOGS = {"/var/log/dpkg.log": "dpkg", "/var/log/dnf.rpm.log": "dnf", "/var/log/zypp/history": "zypper"}
-# dpkg: `upgrade NAME OLD NEW`; dnf: `SUBDEBUG Upgrade: NEW`, then `Upgraded: OLD`; zypper: `|install|NAME|VERSION|`.
+# dnf 5's log before that of a dnf 4 which the host had once.
+_LOGS = {
+    "/var/log/dpkg.log": "dpkg", "/var/log/dnf5.log": "dnf", "/var/log/dnf.rpm.log": "dnf",
+    "/var/log/zypp/history": "zypper",
+}  # fmt: skip
+# dpkg: `upgrade NAME OLD NEW`; dnf 4: `SUBDEBUG Upgrade: NEW`, then `Upgraded: OLD`; dnf 5: `callback install start
+# "NEW" total BYTES`; zypper: `|install|NAME|VERSION|`.
 _CHANGE = re.compile(
-    r"[ |](upgrade|install|Upgrade:|Installed:)[ |]"
-    r"(libnvidia|libcuda1|nvidia-|cuda-drivers|kmod-nvidia|xserver-xorg-video-nvidia)"
+    r"([ |](upgrade|install|Upgrade:|Installed:)[ |]|callback install start \")"
+    r"(libnvidia|libcuda1|nvidia-|cuda-drivers|a?kmod-nvidia|xserver-xorg-video-nvidia|xorg-x11-drv-nvidia)"
 )
 _TIME = re.compile(r"^(\d{4}-\d\d-\d\d)[T ](\d\d:\d\d)")
 
@@ -274,7 +279,7 @@ def since(system: System, version: str) -> str:
     for line in package_change(system) if version else ():
         path, _, text = re.split(r":(\d+):", line, maxsplit=1)
         when = _TIME.match(text)
-        if when and re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text.split()[-1]):
+        if when and re.search(rf"(?<![\d.]){re.escape(version)}(?![\d.])", text.partition('" total')[0].split()[-1]):
             by = "apt" if _LOGS[path] == "dpkg" and system.exists(_APT_HISTORY) else _LOGS[path]
             did = "upgraded" if "pgrade" in text else "installed"
             return f" since {by} {did} them ({when[1]} {when[2]})"

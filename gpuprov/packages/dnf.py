@@ -67,10 +67,11 @@ class Dnf(RpmManager):
 
     def exact(self, system: System, names: Sequence[str], *, simulate: bool) -> tuple[str, ...]:
         # Packages of another stream than the enabled one count too (dnf.conf(5), module_hotfixes).
-        options = ("--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False", "--allowerasing")
+        options = ("--setopt=*.module_hotfixes=1", "--setopt=install_weak_deps=False")
         sources = ("--disablerepo=*",) if names[0].startswith("/") else ()
         words = ("--assumeno",) if simulate else ("-y", *self.as_asked(system))
-        return ("dnf", *options, *sources, *words, "install", *names)
+        # For dnf 5 an option of `install` comes after it.
+        return ("dnf", *options, *sources, *words, "install", "--allowerasing", *names)
 
     def unlocked(self, system: System) -> tuple[str, ...]:
         return ("--disableplugin=versionlock",) if self.hold_tool(system) == "dnf" else ()

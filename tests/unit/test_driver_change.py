@@ -13,6 +13,11 @@ _DNF = (
     f"2026-11-20T06:12:44+0000 SUBDEBUG Upgrade: nvidia-driver-libs-3:{NEW}-1.el9.x86_64\n"
     "2026-11-20T06:12:51+0000 SUBDEBUG Upgraded: nvidia-driver-libs-3:550.163.01-1.el9.x86_64\n"
 )
+# As dnf 5.4 logs a package.
+_DNF5 = (
+    f'2026-11-20T06:12:44+0000 [29809] INFO RPM callback install start "akmod-nvidia-3:{NEW}-1.fc43.x86_64" total 408\n'
+    '2026-11-20T06:12:51+0000 [29809] INFO RPM callback erase start "akmod-nvidia-3:550.163.01-1.fc43.x86_64" total 9\n'
+)
 _ZYPPER = f"2026-11-20 06:12:44|install|nvidia-compute-G06|{NEW}-1|x86_64|root@a|repo|1f|\n"
 
 
@@ -22,6 +27,7 @@ _ZYPPER = f"2026-11-20 06:12:44|install|nvidia-compute-G06|{NEW}-1|x86_64|root@a
         ("/var/log/dpkg.log", _DPKG, "/var/log/apt/history.log", "apt upgraded them (2026-11-20 06:12)"),
         ("/var/log/dpkg.log", _DPKG, "", "dpkg upgraded them (2026-11-20 06:12)"),
         ("/var/log/dnf.rpm.log", _DNF, "", "dnf upgraded them (2026-11-20 06:12)"),
+        ("/var/log/dnf5.log", _DNF5, "", "dnf installed them (2026-11-20 06:12)"),
         ("/var/log/zypp/history", _ZYPPER, "", "zypper installed them (2026-11-20 06:12)"),
         ("/var/log/nvidia-installer.log",
          f"nvidia-installer log file '/x'\ncreation time: Fri Nov 20 06:12:44 2026\ninstaller version: {NEW}\n", "",
