@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.lab.shell import LabError, run
 from tests.lab.sources import behind, source_lines
 
-# `rpm` and `dnf5` are Debians with the package managers of rpm's distributions; which of those it is, a host says.
+# `rpm` and `dnf5` are Debian with the package managers of rpm's distributions; which of those it is, a host says.
 RELEASES = ("bullseye", "bookworm", "trixie", "sid", "rpm", "dnf5")
 _DEBIAN = {"rpm": "bookworm", "dnf5": "sid"}
 _PACKAGES = (
