@@ -261,8 +261,8 @@ def _bound_banner(transport: Any) -> None:
         nonlocal said
         try:
             content: bytes = read(timeout)
-        except EOFError:
-            raise EOFError(f": {said[:200].decode('utf-8', 'replace')}" if said else "") from None
+        except (EOFError, ConnectionError) as error:
+            raise type(error)(f": {said[:200].decode('utf-8', 'replace')}" if said else str(error)) from None
         said += content
         if len(said) > _BANNER_BYTES:
             raise SSHException(f": more than {_BANNER_BYTES} bytes before it")
@@ -441,8 +441,8 @@ def _handshake_problem(
     if isinstance(error.__context__, (EOFError, ConnectionError)) and not spoke:
         return Problem(
             f"{place} closes the connection before the SSH banner", str(error),
-            "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks)? "
-            f"try: ssh -v {_ssh_words(connection)}",
+            "is this sshd's port? if so, are that too many logins at once (MaxStartups in sshd_config; fewer --forks), "
+            f"or did logins fail before (PerSourcePenalties)? try: ssh -v {_ssh_words(connection)}",
         )  # fmt: skip
     step = f"try: ssh -v {_ssh_words(connection)}"
     if "no acceptable" in str(error):  # ssh(1) knows more

@@ -286,6 +286,7 @@ async def _serve(folder: Path, hosts: Sequence[Host], latency: float) -> None:
         if host.kind in SAID:
             writer.write(SAID[host.kind])
             await writer.drain()
+            await reader.readline()  # what is not read makes the end a reset, which takes back what was said
         else:
             await host.released("hold-silence")
         writer.close()
