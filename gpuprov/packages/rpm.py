@@ -26,8 +26,11 @@ _QUERY = "%{NAME} %|EPOCH?{%{EPOCH}:}:{}|%{VERSION}-%{RELEASE}.%{ARCH}[ %{PROVID
 _NAMES = ("--queryformat", "%{NVRA}\\n")
 # A user may want colors in each output, by dnf.conf or zypper.conf.
 _COLOR = re.compile(r"\x1b\[[\d;]*[mK]")
-# dnf 4 with tsflags=test.
-_ONLY_TESTED = re.compile(r"^.*will only download packages.* and check the transaction.*$", re.MULTILINE)
+# dnf 4 and 5 with tsflags=test.
+_ONLY_TESTED = re.compile(
+    r"^.*(will only download packages.* and check the transaction|Test mode enabled: Only package downloads).*$",
+    re.MULTILINE,
+)
 _INCOMPLETE = re.compile(r"^\s*tsflags\s*=.*\b(justdb|noscripts)\b.*$", re.MULTILINE)
 BUNDLE_SOURCES = f"{FOLDER}/repos.d"
 _PROGRESS = r"\s*(Installing|Upgrading|Removing|Erasing|Retrieving)\s*:\s*\S|[([]\d+/\d+[])] (Installing|Removing)"
@@ -381,7 +384,7 @@ class InstallRpmPackages(interface.PackageInstallation):
             raise GpuprovError(f"{what}: dnf installs packages without their {lacks}", f"{conf}: {flag[0]}", step)
         done = run_rpm(system, command, tell, interface.INSTALL_SECONDS)
         finish_rpm(done, what, how.good_codes, self.advice)
-        if only := _ONLY_TESTED.search(done.stdout):
+        if only := _ONLY_TESTED.search(f"{done.stdout}\n{done.stderr}"):  # dnf 5 says so on stderr
             step = f"grep tsflags {conf}; remove `test`; then run the command again"
             raise GpuprovError(f"{what}: dnf reported success, but has installed nothing", only[0], step)
         for unit in self.enable:

@@ -36,6 +36,13 @@ def test_the_whole_way(site: Site) -> None:
     assert (differences(before[0], tree(host)), packages(host)) == (set(), before[1])
 
 
+def test_a_site_that_only_tests_is_told(site: Site) -> None:
+    site.hosts["fedora"].ssh("printf '[main]\ntsflags=test\n' > /etc/dnf/dnf.conf")
+    done = gpuprov("install", "--hosts", site.inventory("fedora"))
+    assert done.returncode == 1 and "dnf reported success, but has installed nothing" in done.stdout
+    site.hosts["fedora"].ssh(": > /etc/dnf/dnf.conf")
+
+
 def test_another_repository_out_of_reach_is_named(site: Site) -> None:
     place = "/etc/yum.repos.d/corp.repo"
     site.hosts["fedora"].ssh(f"printf '[corp]\nname=corp\nbaseurl=http://127.0.0.1:9/rpm\n' > {place}")
