@@ -12,6 +12,7 @@ import hashlib
 import os
 import pkgutil
 import re
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,11 @@ BOOTSTRAP_OPTION = "--bootstrap-python"
 PROBE = f"system={SYSTEM_PATH}\n" + (pkgutil.get_data("gpuprov.agent", "probe.sh") or b"").decode()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _OTHER_USER = "set ansible_user to an account that may"
+
+
+def probe_command(digest: str, named_python: str, sudo: str = "sudo") -> str:
+    """Return the command that reads PROBE on its standard input; `named_python` is "" where the inventory has none."""
+    return shlex.join(("sh", "-s", digest, sudo, *((named_python,) if named_python else PYTHONS)))
 
 
 def machine_of(text: str) -> str:

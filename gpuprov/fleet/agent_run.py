@@ -151,8 +151,7 @@ class RemoteSystem(System):
         self.probe = self._probed(digest)
 
     def _probed(self, digest: str) -> probe.Probe:
-        pythons = (self._target.python,) if self._target.python else probe.PYTHONS
-        command = f"sh -s {digest} {self._target.sudo} {' '.join(pythons)}"
+        command = probe.probe_command(digest, self._target.python, self._target.sudo)
         done = remote.run(self._connection, command, probe.PROBE.encode(), timeout=_PATIENCE)
         found = probe.parse_probe(done.stdout)
         if found is None and done.returncode in (remote.CONNECTION_LOST, remote.SILENT):

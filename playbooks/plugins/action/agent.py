@@ -364,12 +364,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         )  # fmt: skip
 
     def _probe(self, named_python: str) -> Any:
-        from gpuprov.agent.probe import PROBE, PYTHONS, parse_probe
+        from gpuprov.agent.probe import PROBE, parse_probe, probe_command
         from gpuprov.agent.push import no_probe_problem
         from gpuprov.protocol.errors import GpuprovError
 
-        pythons = (named_python,) if named_python else PYTHONS
-        done = self._on_host(shlex.join(("sh", "-s", self._digest, *pythons)), PROBE.encode())
+        done = self._on_host(probe_command(self._digest, named_python), PROBE.encode())
         probe = parse_probe(done.stdout)
         if probe is None:
             raise GpuprovError.several((no_probe_problem(done)[0],))

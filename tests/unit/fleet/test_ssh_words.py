@@ -18,13 +18,13 @@ from paramiko.config import SSHConfigDict
 
 from gpuprov.agent.probe import (
     PROBE,
-    PYTHONS,
     Probe,
     Python,
     account_problem,
     bootstrap_input,
     bootstrap_script,
     parse_probe,
+    probe_command,
     probe_problem,
     python_problem,
     sudo_problem,
@@ -234,7 +234,7 @@ def test_what_ssh_refuses_is_a_wrong_call(host: str) -> None:
 
 def test_probe_of_this_machine_is_read() -> None:
     done = subprocess.run(
-        ("sh", "-s", "0" * 64, "sudo", *PYTHONS), input=PROBE, capture_output=True, text=True, check=True, timeout=300
+        shlex.split(probe_command("0" * 64, "")), input=PROBE, capture_output=True, text=True, check=True, timeout=300
     )  # fmt: skip
     probe = probed(f"Welcome to the machine!\n{done.stdout}")
     assert probe.system.startswith("Linux ")
