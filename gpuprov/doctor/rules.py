@@ -132,7 +132,10 @@ def _condition(row: Mapping[str, Any], known: Mapping[str, Condition]) -> Condit
         return lambda x: in_kernel_log(x, row.get("kernel_log", ""), row.get("xid", ""), refused=row.get("refused"))
     if "docker_log" in row:
         pattern = row["docker_log"]
-        return lambda x: [f"journalctl -u docker: {one[:300]}" for one in lines_in_log(x.docker_log, pattern)[:1]]
+        # A container's start has failed in several layers, each of which has its words before those that decide.
+        shorter = partial(re.sub, rf"^.{{100,}}?(?=.{{100}}(?:{pattern}))", "… ", flags=re.IGNORECASE)
+        found = partial(lines_in_log, pattern=pattern)
+        return lambda x: [f"journalctl -u docker: {shorter(one)[:300]}" for one in found(x.docker_log)[:1]]
     if "smi" in row:
         return lambda x: reported(x, *row["smi"])
     if "failed_unit" in row:

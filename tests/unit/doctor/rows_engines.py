@@ -42,7 +42,19 @@ _NO_LOG_SERVER = (
     'level=error msg="Handler for POST /v1.45/containers/4f/start returned error: failed to create task for container: '
     'failed to initialize logging driver: dial tcp 127.0.0.1:24224: connect: connection refused"'
 )
+# dockerd 28.0.4 and runc 1.2, nvidia-container-toolkit issue 679; a line feed is two characters in its log.
+_FAILED_START = (
+    f'level=error msg="Handler for POST /v1.48/containers/{"4f" * 32}/start returned error: failed to create task for '
+    "container: failed to create shim task: OCI runtime create failed: runc create failed: unable to start container "
+    "process: error during container init: "
+)
 CRI = b'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
+
+
+def _cli_said(what: str) -> str:
+    """Return docker's line of a start in which NVIDIA's hook failed."""
+    hook = "error running hook #0: error running hook: exit status 1, stdout: , stderr: Auto-detected mode as 'legacy'"
+    return f'{_FAILED_START}{hook}\\nnvidia-container-cli: {what}: unknown"'
 
 
 def containerd(config: bytes) -> dict[str, EngineFacts]:
@@ -248,6 +260,8 @@ ENGINE_ROWS = (
         docker_says("nvidia-container-cli: initialization error: load library failed: "
                     "libnvidia-ml.so.1: cannot open shared object file"),
         "libnvidia-ml", "ldconfig", WARNING),
+    Row("library-not-loaded", docker_says(_cli_said("initialization error: load library failed: libcuda.so.1: x")),
+        "load library failed: libcuda.so.1: x", "ldconfig", WARNING),
     Row("cdi-unresolved", docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
         "gpu=7", "gpuprov cdi list", WARNING),
     Row("requirement-unmet", docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
