@@ -252,7 +252,7 @@ def hook_missing(x: HostSnapshot) -> Seen | None:
 
 
 def hook_unseen(x: HostSnapshot) -> Seen | None:
-    found = find_in_log(x.docker_log, r"could not select device driver")
+    found = find_in_log(x.docker_log, r"could not select device driver (?!\\?\"cdi)")
     hook, begun = x.modified.get(NVIDIA_HOOK_PATH, 0.0), x.modified.get(PID_FILE, 0.0)
     if NVIDIA_HOOK_PATH not in x.there or not x.host.docker.active:
         return None

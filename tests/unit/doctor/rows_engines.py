@@ -264,6 +264,11 @@ ENGINE_ROWS = (
         "load library failed: libcuda.so.1: x", "ldconfig", WARNING),
     Row("cdi-unresolved", docker_says("CDI device injection failed: unresolvable CDI devices nvidia.com/gpu=7"),
         "gpu=7", "gpuprov cdi list", WARNING),
+    # docker 29, ShaneIsrael/fireshare issue 689.
+    Row("gpus-without-cdi",
+        docker_says('level=error msg="Handler for POST /v1.54/containers/x/start returned error: failed to discover '
+                    'GPU vendor from CDI: no known GPU vendor found"'),
+        "no known GPU vendor found", "gpuprov install; docker info", WARNING),
     Row("requirement-unmet", docker_says("requirement error: unsatisfied condition: cuda>=13.0, please update"),
         "cuda>=13.0", "image", WARNING),
     # -- other engines
@@ -492,7 +497,7 @@ ENGINE_GROUPS = (
 # Kind (test_doctor_typed.py) → rules whose command no test types.
 ENGINE_EXCUSES = {
     "system": {"bpf-refused", "default-runtime-isolates", "docker-is-podman", "docker-rootless", "docker-snap",
-               "podman-fails", "selinux-denies"},
+               "gpus-without-cdi", "podman-fails", "selinux-denies"},
     "release": {"podman-without-cdi"},
     "toolkit": {"library-not-loaded"},
 }  # fmt: skip

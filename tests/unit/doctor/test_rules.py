@@ -154,6 +154,8 @@ NO_TROUBLE: tuple[Change, ...] = (
     both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
     lambda x: replace(x, docker_unit="[Service]\n# Environment=PATH=/opt/bin\n"),
     docker_with_flag("kata"),
+    # By a container that asks for CDI, docker 25 without features.cdi (nvidia-container-toolkit issue 434).
+    docker_says('level=error msg="could not select device driver \\"cdi\\" with capabilities: []"'),
     podman_with("10-site.conf"),
     podman_with("99-site.conf.old"),
     both(
