@@ -252,6 +252,11 @@ ENGINE_ROWS = (
                     'failed: error setting rlimits for ready process: error setting rlimit type 8: operation not '
                     'permitted"'),
         "error setting rlimit type 8", "default-ulimits", WARNING),
+    # runc 1.3.3 in an unprivileged container of Proxmox VE, opencontainers/runc issues 4968 and 4972.
+    Row("sysctl-refused",
+        docker_says(f"{_FAILED_START}open sysctl net.ipv4.ip_unprivileged_port_start file: reopen fd 8: permission "
+                    'denied: unknown"'),
+        "file: reopen fd 8: permission denied", "install -y lxc-pve  # on the container host", WARNING),
     Row("bpf-refused",
         docker_says("nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
                     "BPF_CGROUP_DEVICE) failed: operation not permitted"),
@@ -499,5 +504,6 @@ ENGINE_EXCUSES = {
     "system": {"bpf-refused", "default-runtime-isolates", "docker-is-podman", "docker-rootless", "docker-snap",
                "gpus-without-cdi", "podman-fails", "selinux-denies"},
     "release": {"podman-without-cdi"},
+    "container host": {"sysctl-refused"},
     "toolkit": {"library-not-loaded"},
 }  # fmt: skip
