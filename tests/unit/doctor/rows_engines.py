@@ -261,6 +261,39 @@ ENGINE_ROWS = (
         docker_says("nvidia-container-cli: mount error: failed to add device rules: bpf_prog_query("
                     "BPF_CGROUP_DEVICE) failed: operation not permitted"),
         "bpf_prog_query", "CDI", WARNING),
+    # libnvidia-container issue 256; nvidia-docker issue 1546 (cgroup v1).
+    Row("bpf-refused",
+        docker_says(_cli_said("mount error: failed to add device rules: unable to generate new device filter program "
+                              "from existing programs: unable to create new device filters program: load program: "
+                              "invalid argument: 0: (69) r2 = *(u16 *)(r1 +0)")),
+        "load program: invalid argument", "CDI", WARNING),
+    Row("bpf-refused",
+        docker_says(_cli_said("mount error: failed to add device rules: write /sys/fs/cgroup/devices/docker/ca6bba3e/"
+                              "devices.allow: operation not permitted")),
+        "devices.allow", "CDI", WARNING),
+    # dstackai/dstack issue 2306.
+    Row("hook-refuses",
+        docker_says(f"{_FAILED_START}error running prestart hook #0: exit status 1, stdout: , stderr: Using requested "
+                    "mode 'cdi'\\ninvoking the NVIDIA Container Runtime Hook directly (e.g. specifying the docker "
+                    '--gpus flag) is not supported."'),
+        "mode 'cdi'", "docker run --rm --runtime=nvidia", WARNING),
+    # nvidia-container-toolkit issue 202; nvidia-docker issue 723.
+    Row("driver-timed-out", docker_says(_cli_said("initialization error: driver rpc error: timed out")), "timed out",
+        "nvidia-smi -pm 1", WARNING),
+    Row("driver-timed-out", docker_says(_cli_said("initialization error: driver error: timed out")), "timed out",
+        "nvidia-smi -pm 1", WARNING),
+    # nvidia-container-toolkit issue 289.
+    Row("image-has-driver",
+        docker_says(_cli_said("mount error: file creation failed: /var/lib/docker/overlay2/706b/merged/usr/lib/"
+                              "x86_64-linux-gnu/libnvidia-ml.so.1: file exists")),
+        "libnvidia-ml.so.1: file exists", "journalctl -b -u docker", WARNING),
+    # nvidia-container-toolkit issue 1537.
+    Row("driver-not-described",
+        docker_says('level=error msg="Handler for POST /v1.48/containers/x/start returned error: failed to create task '
+                    "for container: failed to create shim task: OCI runtime create failed: could not apply required "
+                    "modification to OCI specification: error modifying OCI spec: failed to inject CDI devices: "
+                    'unresolvable CDI devices runtime.nvidia.com/gpu=all: unknown"'),
+        "runtime.nvidia.com/gpu=all", "nvidia-ctk --debug cdi generate", WARNING),
     Row("library-not-loaded",
         docker_says("nvidia-container-cli: initialization error: load library failed: "
                     "libnvidia-ml.so.1: cannot open shared object file"),
@@ -505,5 +538,5 @@ ENGINE_EXCUSES = {
                "gpus-without-cdi", "podman-fails", "selinux-denies"},
     "release": {"podman-without-cdi"},
     "container host": {"sysctl-refused"},
-    "toolkit": {"library-not-loaded"},
+    "toolkit": {"driver-not-described", "driver-timed-out", "hook-refuses", "image-has-driver", "library-not-loaded"},
 }  # fmt: skip
