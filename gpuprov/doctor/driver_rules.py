@@ -58,6 +58,10 @@ conditions({
     "preload-broken": lambda x: (named := re.findall(r"object '([^']+)' from /etc/ld\.so\.preload", x.preload_message))
         and Seen(f"/bin/true: {x.preload_message.splitlines()[0]}", library=named[0],
                  next_step="; ".join(map(without_preload, dict.fromkeys(named)))),
+    "mig-pending": lambda x: next((
+            Seen("nvidia-smi -q -x: pending_mig is Enabled, current_mig is not", gpu=number)
+            for number, gpu in enumerate(per_gpu(x.smi.text))
+            if gpu.get("mig_mode/pending_mig") == "Enabled" != gpu.get("mig_mode/current_mig")), None),
     "nvidia-smi-fewer": lambda x: not (x.smi.reason or x.smi.returncode)
         and (shown := x.smi.text.count("<gpu id=")) < (known := len(x.driver.gpus))
         and Seen(f"nvidia-smi -q -x: {counted(shown, 'GPU')}; /proc/driver/nvidia/gpus: {known}", shown=shown,

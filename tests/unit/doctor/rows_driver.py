@@ -171,6 +171,9 @@ DRIVER_ROWS = (
     Row("nvidia-smi-255", smi(255, "Failed to initialize NVML: Unknown Error"), "Unknown Error", "dmesg"),
     Row("nvidia-smi-fails", smi(77, "who knows"), "exited 77: who knows", "nvidia-smi"),
     Row("nvidia-smi-fewer", report('<gpu id="00000000:1B:00.0">', "<gpu_gone>"), "1 GPU;", "nvidia-smi -L", LIKELY),
+    # NVIDIA/gpu-operator issue 1845.
+    Row("mig-pending", report("<pending_mig>Disabled", "<pending_mig>Enabled"), "pending_mig is Enabled",
+        "nvidia-smi --gpu-reset -i 0", WARNING),
     Row("mig-without-instances", divided_without_instances, "current_mig is Enabled", "nvidia-smi -i 0 -mig 0"),
     Row("compute-prohibited", report("<compute_mode>Default", "<compute_mode>Prohibited"), "GPU 0, 1", "-c DEFAULT"),
     Row("compute-exclusive", report("<compute_mode>Default", "<compute_mode>Exclusive_Process"), "compute_mode",
@@ -374,7 +377,7 @@ DRIVER_GROUPS = (
 )  # fmt: skip
 # Kind (test_doctor_typed.py) → rules whose command no test types.
 DRIVER_EXCUSES = {
-    "firmware": {"row-remap-pending"},
+    "firmware": {"mig-pending", "row-remap-pending"},
     "switches": {"fabric-hidden", "fabric-manager-missing", "fabric-manager-version"},
     "hardware": {"confidential-not-ready", "gpudirect-failed", "mps-failed", "peermem-symbols", "unlicensed"},
     "kernel": {"driver-old", "known-problem"},
