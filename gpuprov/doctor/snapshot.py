@@ -228,11 +228,12 @@ def parse_modinfo(text: str) -> ModuleFile:
 
 def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
     """Return (path on the host, line) of mounts and device nodes in a CDI specification's text, JSON or YAML."""
-    pattern = re.compile(r"""["']?hostPath["']?\s*:\s*["']?(/[^"'\s,}]+)""")
+    # nvidia-ctk leaves out a hostPath that is the same. Rules on device nodes know of the driver's own.
+    node = r"""- path:\s*["']?(?=/dev/dri/)(?![^"'\s]+["']?\s+hostPath)"""
+    pattern = re.compile(rf"""(?:["']?hostPath["']?\s*:\s*["']?|{node})(/[^"'\s,}}]+)""")
     found: dict[str, int] = {}
-    for number, line in enumerate(specification.splitlines(), 1):
-        for match in pattern.finditer(line):
-            found.setdefault(match[1], number)
+    for match in pattern.finditer(specification):
+        found.setdefault(match[1], specification.count("\n", 0, match.start(1)) + 1)
     return tuple(found.items())
 
 

@@ -167,6 +167,12 @@ CONTAINER_ROWS = (
         both(unit("nvidia-cdi-refresh.service", active="inactive"),
              text("/var/run/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n- hostPath: /gone\n", "/gone")),
         "/var/run/cdi/nvidia.yaml:2: /gone", "systemctl restart nvidia-cdi-refresh.service"),
+    # nvidia-container-toolkit issue 885, podman: failed to stat CDI host device "/dev/dri/renderD129".
+    Row("cdi-names-absent-files",
+        both(nvidias, without(PATH),
+             text("/etc/cdi/nvidia.yaml", "kind: nvidia.com/gpu\n    deviceNodes:\n    - path: /dev/dri/renderD129\n",
+                  "/dev/dri/renderD129")),
+        "/etc/cdi/nvidia.yaml:3: /dev/dri/renderD129", "nvidia-ctk cdi generate"),
     Row("cdi-closed", lambda x: replace(x, closed={"/etc/cdi": 0o700, PATH: 0o600}), "stat -c %a /etc/cdi: 700",
         f"chmod a+rx /etc/cdi; chmod a+r {PATH}", LIKELY),
     Row("cdi-names-absent-files",

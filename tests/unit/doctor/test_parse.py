@@ -119,11 +119,27 @@ def test_a_start_that_was_refused_has_the_log_of_this_start_alone(begins: str) -
 
 YAML = "devices:\n- containerEdits:\n    deviceNodes:\n    - path: /dev/nvidia0\n      hostPath: /dev/nvidia0\n"
 JSON = '{"mounts": [\n  {"hostPath": "/usr/lib/libcuda.so.1", "containerPath": "/x"},\n  {"hostPath":"/a b"}]}\n'
+# As nvidia-ctk writes them since 1.12: a node's hostPath is there only if it differs.
+NODES = """devices:
+- containerEdits:
+    deviceNodes:
+    - path: /dev/nvidia0
+    - path: /dev/dri/renderD129
+      major: 226
+    - path: /dev/dri/card1
+      hostPath: /driver/dev/dri/card1
+    - hostPath: /driver/dev/dri/card2
+      path: /dev/dri/card2
+    hooks:
+    - path: /usr/bin/nvidia-cdi-hook
+      args: [nvidia-cdi-hook, chmod, --path, /dev/dri]
+"""
 
 
 def test_paths_on_the_host_with_their_lines() -> None:
     assert host_paths(YAML) == (("/dev/nvidia0", 5),)
     assert host_paths(JSON) == (("/usr/lib/libcuda.so.1", 2), ("/a", 3))
+    assert host_paths(NODES) == (("/dev/dri/renderD129", 5), ("/driver/dev/dri/card1", 8), ("/driver/dev/dri/card2", 9))
 
 
 def test_lines_with_their_places() -> None:
