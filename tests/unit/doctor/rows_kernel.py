@@ -94,6 +94,11 @@ KERNEL_ROWS = (
             "               NVRM: fallen off the bus and is not responding to commands."),
         "fallen off the bus", "systemctl reboot"),
     Row("fallen-off-bus", log("NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus."), "Xid", "power, seating"),
+    # Linux, pci_power_up(): the GPU's configuration space reads as ones.
+    Row("fallen-off-bus",
+        log("[   87.41] nvidia 0000:01:00.0: Unable to change power state from D3cold to D0, device inaccessible",
+            "[   87.47] NVRM: GPU 0000:01:00.0: RmInitAdapter failed! (0x22:0x56:667)"),
+        "device inaccessible", "systemctl reboot"),
     Row("power-cables", log("NVRM: GPU 0000:0b:00.0: GPU does not have the necessary power cables connected."),
         "power cables", "poweroff"),
     Row("bar-invalid",
@@ -112,6 +117,8 @@ KERNEL_ROWS = (
         log("NVRM: Xid (PCI:0000:17:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response "
             "from GPU0 GSP!"),
         "119", "--gpu-reset"),
+    # open-gpu-kernel-modules issues 1080 and 1353.
+    Row("gsp-timeout", log("NVRM: GPU0 _kgspRpcRecvPoll: GSP RM heartbeat timed out"), "heartbeat", "--gpu-reset"),
     # A T4, whose proprietary module can do without GSP.
     Row("gsp-timeout",
         lambda x: log("NVRM: Xid (PCI:0000:17:00): 119, pid=1, name=x, Timeout after 6s of waiting for RPC response "

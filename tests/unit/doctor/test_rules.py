@@ -167,6 +167,7 @@ NO_TROUBLE: tuple[Change, ...] = (
     logged("[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 79, Ch 00000010"),
     logged("[ 9.1] NVRM: Xid (PCI:0000:1b:00): 13, pid=7, name=Xid (PCI:0): 48, Ch 00000010"),
     logged("[ 9.1] a[7]: NVRM: Xid (PCI:0): 119, segfault"),
+    logged("[ 9.1] vfio-pci 0000:01:00.0: Unable to change power state from D3cold to D0, device inaccessible"),
 )
 
 
