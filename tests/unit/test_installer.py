@@ -101,6 +101,38 @@ def test_open_modules_of_a_driver_that_has_none_are_refused() -> None:
         (1, "ERROR: The Nouveau kernel driver is currently in use by your system.", "", "nouveau"),
         (1, "ERROR: You appear to be running an X server; please exit X", "", "X server"),
         (1, "ERROR: An NVIDIA kernel module 'nvidia-uvm' appears to be already loaded in your kernel.", "", "loaded"),
+        # Version 460, LibVF.IO issue 20.
+        (1, "ERROR: An NVIDIA kernel module 'nvidia-drm' appears to already be loaded in your kernel.", "", "loaded"),
+        # compute-gpu-installation issue 15; intel/hdk pull request 622.
+        (
+            1,
+            "*** Failed CC version check. Bailing out! ***\nERROR: Failed to install the kernel module through DKMS.",
+            "",
+            "compiler",
+        ),
+        (
+            1,
+            "gcc: error: unrecognized command line option '-mharden-sls=all'\nERROR: The nvidia kernel module was not "
+            "created.",
+            "",
+            "compiler",
+        ),
+        # The kernel loads a module of which it says so.
+        (
+            1,
+            "ERROR: Unable to load the kernel module 'nvidia.ko'.\n-> Kernel messages:\nnvidia: module verification "
+            "failed: signature and/or required key missing - tainting kernel\nNVRM: None of the NVIDIA devices were "
+            "initialized.",
+            "",
+            "started no GPU",
+        ),
+        (
+            1,
+            "ERROR: Unable to load the kernel module 'nvidia.ko'.\n-> Kernel module load error: Key was rejected by "
+            "service",
+            "",
+            "Secure Boot",
+        ),
         (1, "The installation was canceled due to the availability of an alternate driver installation", "", "package"),
         (1, "", "ERROR: nvidia-installer must be run as root", "as root"),
         (1, "", "Temporary directory /tmp/x is not executable", "noexec"),
