@@ -187,6 +187,8 @@ EARLY = (
         ("dpkg: error: failed to write status database: No space left on device", "the disk is full",
          "status database"),
         (UNMET, "the packages do not fit together", "unmet dependencies"),
+        ("E: Unmet dependencies. Try 'apt --fix-broken install' with no packages (or specify a solution).",
+         "the packages do not fit together", "Unmet dependencies"),
     ],
 )  # fmt: skip
 def test_apts_failures_are_told_in_a_sentence(tmp_path: Path, said: str, meaning: str, line: str) -> None:

@@ -196,6 +196,16 @@ FAILURES = [
      "a repository delivered a damaged file"),
     ("Error: \n Problem: conflicting requests\n  - nothing provides nobody >= 2 needed by needs-more-1-1.noarch",
      "the packages do not fit together"),
+    # ollama/ollama issue 1593: NVIDIA's repository beside RPM Fusion.
+    ("Error: \n Problem 1: package nvidia-driver-3:545.23.08-1.fc37.x86_64 from cuda-fedora37-x86_64 conflicts with "
+     "xorg-x11-drv-nvidia provided by xorg-x11-drv-nvidia-3:550.78-1.fc40.x86_64 from @System\n"
+     "  - package xorg-x11-drv-nvidia-3:550.78-1.fc40.x86_64 from rpmfusion-nonfree-nvidia-driver is filtered out by "
+     "modular filtering", "two repositories bring NVIDIA's driver"),
+    # negativo17/nvidia-driver issue 134; ollama/ollama issue 5062.
+    ("Error: \n Problem 1: cannot install both nvidia-driver-3:525.60.11-1.fc37.x86_64 and "
+     "nvidia-driver-3:520.56.06-1.fc37.x86_64", "the packages do not fit together"),
+    ("  - package cuda-drivers-545.23.06-1.x86_64 from cuda-fedora37-x86_64 requires nvidia-driver >= 3:545.23.06, "
+     "but none of the providers can be installed", "the packages do not fit together"),
     ("  - Curl error (6): Couldn't resolve host name for http://no-such-host.invalid/repodata/repomd.xml",
      "a repository's name is not known"),
     ("  - Status code: 404 for http://127.0.0.1:8765/nowhere/repodata/repomd.xml (IP: 127.0.0.1)",
