@@ -215,6 +215,12 @@ DRIVER_ROWS = (
         both(unit(FABRIC, active="failed", result="exit-code"), switches(),
              fabric_says('Kernel module "ib_umad" has not been loaded, fabric manager cannot be started')),
         '"ib_umad" has not been loaded', "modprobe -a mlx5_ib ib_umad && systemctl restart nvidia-fabricmanager"),
+    # siderolabs/extensions pull request 717.
+    Row("fabric-manager-missing",
+        both(unit(FABRIC, active="failed", result="exit-code"), switches(),
+             fabric_says("request to query NVSwitch device information from NVSwitch driver failed with error:WARNING "
+                         "Nothing to do [NV_WARN_NOTHING_TO_DO]")),
+        "NV_WARN_NOTHING_TO_DO", "gpuprov install  # which installs nvlsm"),
     Row("fabric-manager-version", both(unit(FABRIC), switches("550.144.03")), "nv-fabricmanager --version: 550.144.03",
         "systemctl restart nvidia-fabricmanager"),
     # -- device nodes

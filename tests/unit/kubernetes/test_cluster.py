@@ -213,6 +213,8 @@ def test_each_failure_of_kubectl_has_its_sentence(said: str, what: str, code: Ex
         (PodState("p", "Pending", reason="Unschedulable: 1 Insufficient nvidia.com/gpu."), (), "in use"),
         (PodState("p", "Pending"), ('Failed: no runtime for "nvidia" is configured',), "runtime nvidia"),
         (PodState("p", "Pending"), ("Failed: unresolvable CDI devices k8s.device-plugin.nvidia.com/gpu=0",), "CDI"),
+        # kubernetes-sigs/dra-driver-nvidia-gpu issue 568.
+        (PodState("p", "Pending"), ("Failed: stderr: No help topic for 'disable-device-node-modification'",), "older"),
         (PodState("p", "Pending", "CreateContainerConfigError"), (), "can't start: CreateContainerConfigError"),
         (PodState("p", "Pending"), (), "did not end within 5 s"),
         (PodState("p", "removed"), (), "was removed"),
