@@ -129,6 +129,7 @@ def test_limit_with_a_name_that_nothing_matches(tmp_path: Path) -> None:
     assert [host.name for host in found.hosts] == ["lab-a"]
     assert any("lab-z" in warning for warning in found.warnings)
     assert "--limit nothing matches no host" in str(error_of(tmp_path, ALL, limit="nothing"))
+    assert "next: correct --limit: there is no file retry" in str(error_of(tmp_path, ALL, limit="@retry"))
 
 
 EXTRA = [
