@@ -333,3 +333,14 @@ def test_a_play_that_starts_at_a_later_task_does_it(plugin: ModuleType) -> None:
         # As Ansible's, a value without a name has no attributes, and is no error before it is used.
         environment = Environment(undefined=ChainableUndefined)
         assert {environment.compile_expression(one)(**known) for one in conditions} == {expected}
+
+
+@pytest.mark.parametrize(("fix", "window"), [({}, ""), ({"gpuprov_play_fix": "true"}, "Sat 02:00-06:00")])
+def test_repairs_keep_to_the_order_and_the_window_of_a_play(fix: dict[str, str], window: str) -> None:
+    play = yaml.safe_load((PLAYBOOKS / "doctor.yml").read_text())[0]
+    install = yaml.safe_load((PLAYBOOKS / "site.yml").read_text())[0]
+    assert all(play[name] == install[name] for name in ("hosts", "serial", "any_errors_fatal"))
+    jinja = Environment()
+    jinja.filters["bool"] = lambda value: value == "true"
+    template = jinja.from_string(play["tasks"][0]["gpuprov.host.agent"]["window"])
+    assert template.render(gpuprov_play_window="Sat 02:00-06:00", **fix) == window
