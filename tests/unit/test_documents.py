@@ -16,6 +16,7 @@ from gpuprov.fleet.inventory import read_inventory
 from gpuprov.plan.steps import CHANGE_KINDS
 from gpuprov.protocol.events import CheckDone, Upgrade
 from gpuprov.protocol.spec import PLAY_VARIABLES
+from gpuprov.protocol.tables import HEALTH, XIDS, packaged
 from gpuprov.runtime_hook.settings import KEYS
 from tests import doctor_page
 from tests.distributions_page import PAGE, with_lists
@@ -24,6 +25,7 @@ from tools import ansible_page, cli_page, plain_english
 from tools.zipapps import HOST_FILES, HOST_FOLDERS
 
 ROOT = Path(__file__).resolve().parents[2]
+PAGES = (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md"))
 
 
 def test_configuration_reference_is_the_schemas_own() -> None:
@@ -124,9 +126,41 @@ def test_the_table_of_cases_names_rules_of_the_doctor_and_all_that_is_typed() ->
 
 
 def test_every_link_of_a_page_leads_somewhere() -> None:
-    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("tests/**/*.md")):
-        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+    for page in PAGES:
+        for file, _, heading in (one.partition("#") for one in re.findall(r"\]\(([^):\s]+)\)", page.read_text())):
+            place = (page.parent / file).resolve() if file else page
+            assert place.exists(), f"{page.name}: {file}"
+            assert not heading or heading in _headings(place), f"{page.name}: {file}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """Return the headings of a page as GitHub names them in links."""
+    found = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", one).lower().replace(" ", "-") for one in found}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_each_row_of_a_table_has_as_many_cells_as_its_head(page: Path) -> None:
+    width, in_fence = 0, False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        in_fence ^= line.lstrip().startswith("```")
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") and not in_fence else 0
+        assert not (width and cells) or cells == width, f"line {number}: write \\| for a | in a cell"
+        width = cells
+
+
+def test_the_page_on_health_has_every_rule_and_repair() -> None:
+    text, table, xids = (ROOT / "docs/health.md").read_text(), packaged(HEALTH), packaged(XIDS)
+    verdicts = {**{one["rule"]: one for one in table["rules"]}, **table["host"]}
+    rows = dict(re.findall(r"^\| `([a-z0-9-]+)` \| (\w+) \|", text, re.MULTILINE))
+    assert {name: rows.get(name) for name in verdicts} == {name: one["verdict"] for name, one in verdicts.items()}
+    for one in (*xids["xids"], *xids["named"]):
+        step = re.escape(xids["actions"][one["action"]].replace("|", r"\|"))
+        row = rf"^\| ([\d, -]+, )?{one['xid']}(, [\d, -]+)? \| {table['xids'][one['action']]} \| `{step}` \|$"
+        assert re.search(row, text, re.MULTILINE), one
+    repaired = {one["rule"] for one in table["rules"] if "repair" in one and not one["rule"].startswith("recovery-")}
+    sentence = text.partition("as the driver asks. The rules ")[2].partition(", and Xids")[0]
+    assert set(re.findall("`([a-z-]+)`", sentence)) == repaired
 
 
 def test_every_file_that_the_architecture_names_exists() -> None:
