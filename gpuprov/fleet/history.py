@@ -129,7 +129,7 @@ def load(identifier: str = "") -> Run:
     known = identifiers()
     found = [identifier] if identifier in known else [name for name in known if name.startswith(identifier)]
     if not known:
-        step = "each run of install, verify, doctor, facts, rollback and uninstall is"
+        step = "each run of install, verify, doctor, health, accept, facts, rollback and uninstall is"
         raise UsageError("no run is kept here", f"{state_folder()} holds none that this user can read", step)
     if not found or (identifier and len(found) > 1):
         what = f"more than one run begins with {identifier}" if found else f"there is no run {identifier}"
