@@ -6,6 +6,7 @@ causes.json is written from the rules by `make docs`: no rule is loaded here, so
 import difflib
 import json
 import pkgutil
+import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import fields
@@ -84,7 +85,7 @@ def as_text(columns: int = 0) -> str:
         here = f"  [{masked_settings(str(of_site[one['name']]))} by {SITE_FILE}]" if one["name"] in of_site else ""
         choices = f"  ({' | '.join(one['choices'])})" if one["choices"] else ""
         default = f": {_default(one)}" if _default(one) else ""
-        meaning = one["help"].replace("`", "")
+        meaning = _plain(one["help"])
         lines = textwrap.wrap(meaning, max(columns - 4, 20), break_on_hyphens=False) if columns else [meaning]
         blocks.append("\n    ".join((f"{one['name']}{default}{here}{choices}", *lines)))
     return "\n\n".join(blocks)
@@ -98,10 +99,14 @@ def as_yaml(chosen: Mapping[str, Any]) -> str:
     for one in variables():
         is_chosen = one["name"] in chosen
         value = {one["name"]: chosen[one["name"]] if is_chosen else one["default"]}
-        lines = [f"# {text}" for text in textwrap.wrap(one["help"].replace("`", ""), 100, break_on_hyphens=False)]
+        lines = [f"# {text}" for text in textwrap.wrap(_plain(one["help"]), 100, break_on_hyphens=False)]
         dumped = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=1000).splitlines()
         blocks.append("\n".join((*lines, *(text if is_chosen else f"#{text}" for text in dumped), "")))
     return "\n".join(blocks)
+
+
+def _plain(markdown: str) -> str:
+    return re.sub(r"\[\S+\]\((\S+?)\)", r"docs/\1", markdown).replace("`", "")
 
 
 def _default(variable: dict[str, Any]) -> str:

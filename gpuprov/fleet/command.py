@@ -103,7 +103,7 @@ def _require_sound(options: Options) -> None:
                "--before-host": options.before_host}  # fmt: skip
     if options.command == "doctor" and any(needing.values()) and not options.fix:
         named = " and ".join(name for name, given in needing.items() if given)
-        raise UsageError(f"{named} need --fix", "without --fix, doctor changes nothing", "add --fix")
+        raise UsageError(f"{named}: only with --fix", "without --fix, doctor changes nothing", "add --fix")
     if unknown := set(_allowed(options)) - {"reset", "reboot"}:
         raise UsageError(f"--allow does not know {min(unknown)!r}", options.allow, "--allow reset, or reset,reboot")
     if options.detailed_exitcode and not options.check:

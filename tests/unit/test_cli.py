@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 from gpuprov import __version__
 from gpuprov.agent.result import HostResult
 from gpuprov.cli.main import cli, main
-from gpuprov.cli.reference import as_text
+from gpuprov.cli.reference import as_text, as_yaml
 from gpuprov.fleet import command
 from gpuprov.fleet.options import Options
 from gpuprov.fleet.run import Fleet
@@ -182,8 +182,8 @@ USAGE = [
     ("word that is no variable", ("facts", "-e", "gpuprov_driver_version"), "-e takes key=value"),
     ("missing bundle", ("install", "--hosts", "a,", "--bundle", "/nowhere.tar"), "there is no bundle /nowhere.tar"),
     ("check for verify", ("verify", "--check"), "No such option"),
-    ("check of a diagnosis", ("doctor", "--check"), "need --fix"),
-    ("diff of a diagnosis", ("doctor", "--diff"), "need --fix"),
+    ("check of a diagnosis", ("doctor", "--check"), "--check: only with --fix"),
+    ("diff of a diagnosis", ("doctor", "--check", "--diff"), "--check and --diff: only with --fix"),
     ("misspelled cause", ("doctor", "--explain", "gpu-nuveau"), "next: gpuprov doctor --explain gpu-nouveau"),
     ("cause and fix", ("doctor", "--explain", "gpu-nouveau", "--fix"), "--explain examines no host"),
     ("cause of hosts", ("doctor", "--explain", "gpu-nouveau", "--hosts", "a,"), "--explain examines no host"),
@@ -296,6 +296,12 @@ def test_options_fit_on_a_terminal_and_lose_no_word() -> None:
     meanings = [line for line in narrow.splitlines() if line.startswith("    ")]
     assert all(len(line) <= 60 or " " not in line.strip() for line in meanings)
     assert narrow.split() == wide.split()
+
+
+def test_options_on_a_terminal_and_in_yaml_have_no_markdown() -> None:
+    for text in (as_text(), as_yaml({}).partition("\n")[2]):
+        assert "`" not in text and "](" not in text
+        assert "(docs/rack.md)" in text
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
