@@ -368,12 +368,14 @@ class System:
         files.sync_path(self.path(new).parent)
 
     def make_node(self, path: str, major: int, minor: int, mode: int, group: int = 0) -> None:
-        """Make a character device node, owned by root and a group."""
+        """Make a character device node, owned by root and a group, with the label that SELinux has for its name."""
         place = self.path(path)
         os.mknod(place, stat_module.S_IFCHR | mode, os.makedev(major, minor))
         if group:
             os.chown(place, 0, group)
         place.chmod(mode)
+        if self.root == Path("/") and self.exists("/sys/fs/selinux/enforce"):
+            self.run(("restorecon", path))  # its label would be that of /dev, which confined programs may not open
 
     def change_mode(self, path: str, mode: int) -> None:
         """Set permission bits."""

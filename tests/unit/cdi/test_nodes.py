@@ -3,8 +3,10 @@
 import json
 import os
 import stat
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from gpuprov.cdi.discover import DriverFacts, Node, ask_nvml, discover, missing_
 from gpuprov.cdi.generate import PATH, chosen_devices, difference, host_facts, specification
 from gpuprov.cdi.specification import Edits, parse_json, problems, render_json
 from gpuprov.core.changes import MakeNode
+from gpuprov.core.commands import Completed
 from gpuprov.core.system import System
 from tests import simgpu
 from tests.simgpu import gpu, mig_nodes, mig_uuid, write_kernel_tree
@@ -239,3 +242,24 @@ def test_an_x_servers_modules_are_mounted_where_they_lie(tmp_path: Path) -> None
     folder = "/usr/lib/xorg/modules"
     assert f"{folder}/drivers/nvidia_drv.so" in places
     assert f"{folder}/extensions/libglxserver_nvidia.so.{simgpu.DRIVER_VERSION}" in places
+
+
+def test_device_node_gets_the_label_of_its_name_where_selinux_is(tmp_path: Path) -> None:
+    commands: list[Sequence[str]] = []
+
+    class Labelled(System):
+        """This machine with the folder of a kernel that has SELinux."""
+
+        def exists(self, path: str) -> bool:
+            return path == "/sys/fs/selinux/enforce" or super().exists(path)
+
+        def run(self, argv: Sequence[str], **_limits: Any) -> Completed:
+            commands.append(argv)
+            return Completed(tuple(argv), 0, "", "")
+
+    node = tmp_path / "nvidia0"
+    Labelled().make_node(str(node), 1, 3, 0o660)
+    assert stat.S_ISCHR(node.stat().st_mode)
+    assert commands == [("restorecon", str(node))]
+    Labelled(str(tmp_path)).make_node("/nvidia1", 1, 3, 0o660)
+    assert len(commands) == 1, "an image gets its labels from its builder"
