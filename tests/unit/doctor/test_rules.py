@@ -57,13 +57,14 @@ from tests.unit.doctor.ill import (
     without,
 )
 from tests.unit.doctor.rows_containers import CONTAINER_ROWS
+from tests.unit.doctor.rows_docker_log import DOCKER_LOG_ROWS
 from tests.unit.doctor.rows_driver import DRIVER_ROWS, LIBRARY_ROWS
 from tests.unit.doctor.rows_engines import ENGINE_ROWS, podman_with
 from tests.unit.doctor.rows_kernel import KERNEL_ROWS
 from tests.unit.fake_host import RELEASE
 
 pytestmark = pytest.mark.root
-ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS, *LIBRARY_ROWS)
+ROWS = (*KERNEL_ROWS, *DRIVER_ROWS, *CONTAINER_ROWS, *ENGINE_ROWS, *DOCKER_LOG_ROWS, *LIBRARY_ROWS)
 
 
 @pytest.fixture(scope="module")
