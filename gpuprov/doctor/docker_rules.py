@@ -21,7 +21,10 @@ _FLAGS_TWICE = "specified both as a flag and in the configuration file"
 _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
 # Settings of systemd.exec(5) that give a unit mounts of its own.
 _OWN_MOUNTS = r"(?m)^# (/.*)|^((?:MountFlags|Private(?:Tmp|Devices|Mounts)|Protect\w+|\w+Paths)=)(.+)"
-_AVC = r"avc: +denied +\{(?P<what>[^}]*)\}.*?(?:nvidia|xserver_misc_device_t|name=\"(?:nvidia|card|render)\S*\")"
+_AVC = (
+    r"avc: +denied +\{[^}]*\}(?=.*scontext=\S*(?:container|docker|svirt|\.process)).*?"
+    r"(?:nvidia|xserver_misc_device_t|name=\"(?:card|render)\S*\")"
+)
 conditions({
     "docker-masked": lambda x: (unit := x.host.docker.unit).load == "masked" and not (unit.is_foreign and in_daemon(x))
         and seen_of(engine.restart_problem(unit) or engine.MASKED),
@@ -52,10 +55,23 @@ conditions({
         is not None and found[1] != "default"
         and Seen(f"/root/.docker/config.json: currentContext is {found[1]}", context=found[1]),
     "selinux-denies": lambda x: x.selinux == "Enforcing"
-        and (lines := lines_in_log((*x.kernel_log, *x.audit_log), _AVC))
-        and Seen(*lines, confidence=LIKELY if x.container_use_devices == "off" else ""),
+        and (lines := lines_in_log((*x.kernel_log, *x.audit_log), _AVC)) and _denied(x, lines),
     "apparmor-denies": lambda x: lines_in_log(x.kernel_log, r"apparmor=\"DENIED\".*?(?:nvidia|libcuda)"),
 })  # fmt: skip
+
+
+def _denied(x: HostSnapshot, lines: tuple[str, ...]) -> Seen:
+    """Say what SELinux denies: a container's use of devices has a boolean, all else only the container's label."""
+    if "tclass=chr_file" not in lines[0]:
+        step = "podman run --rm --device nvidia.com/gpu=all --security-opt=label=disable IMAGE nvidia-smi -L"
+        return Seen(*lines, denied="files of NVIDIA's", step=f"{step}  # what else it denies: ausearch -m avc -ts boot")
+    if ":device_t:" in lines[0]:
+        return Seen(*lines, denied="GPUs' devices, whose labels are not the policy's", confidence=LIKELY,
+                    step="restorecon -R -v /dev/nvidia*; gpuprov install  # its unit does so at each boot")  # fmt: skip
+    # The narrower one, container_use_xserver_devices, is the later one, and not in each policy.
+    boolean = ("container_use_devices", *x.selinux_off)[-1]
+    step = f"setsebool -P {boolean} 1  # or per container: --security-opt=label=disable"
+    return Seen(*lines, denied="the GPUs' devices", step=step, confidence=LIKELY if x.selinux_off else "")
 
 
 def in_file(x: HostSnapshot) -> str:

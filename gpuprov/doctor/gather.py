@@ -156,7 +156,9 @@ def gather(system: System, spec: HostSpec) -> HostSnapshot:
         mount_namespaces=_said(system, ("lsns", "--list", "--type=mnt", "--noheadings", "--output=NS,COMMAND")),
         rootless=_rootless(system),
         selinux=_said(system, ("getenforce",)).strip(),
-        container_use_devices=_said(system, ("getsebool", "container_use_devices")).rpartition(" ")[2].strip(),
+        selinux_off=tuple(
+            re.findall(r"(?m)^(container_use_(?:xserver_)?devices) --> off", _said(system, ("getsebool", "-a")))
+        ),
         containers=gather_containers(system),
         audit_log=tuple(_said(system, ("tail", "-n", "2000", "/var/log/audit/audit.log")).splitlines()),
         gpus_lost=_gpus_lost(system, recalled.memory, smi, host),

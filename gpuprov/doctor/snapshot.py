@@ -171,7 +171,7 @@ class HostSnapshot:
     closed: Mapping[str, int] = field(default_factory=dict)  # CDI folders and files that only root can read, with modes
     changeable: Mapping[str, str] = field(default_factory=dict)  # what others than root can change, owner and mode
     selinux: str = ""
-    container_use_devices: str = ""
+    selinux_off: tuple[str, ...] = ()
     audit_log: tuple[str, ...] = ()
     containers: Containers = field(default_factory=Containers)  # libraries that running containers load
     gpus_lost: Problem | None = None  # GPUs of the last green verification are missing

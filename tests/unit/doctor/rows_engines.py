@@ -42,6 +42,7 @@ _NO_LOG_SERVER = (
     'level=error msg="Handler for POST /v1.45/containers/4f/start returned error: failed to create task for container: '
     'failed to initialize logging driver: dial tcp 127.0.0.1:24224: connect: connection refused"'
 )
+_DEVICES, _XSERVER_DEVICES = "container_use_devices", "container_use_xserver_devices"
 CRI = b'version = 2\n[plugins."io.containerd.grpc.v1.cri"]\n'
 
 
@@ -217,10 +218,25 @@ ENGINE_ROWS = (
         "docker context use default", LIKELY),
     Row("docker-rootless", lambda x: replace(x, rootless=("/run/user/1000/docker.sock",)), "/run/user/1000",
         "systemctl --user restart docker", WARNING),
-    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", container_use_devices="off", kernel_log=(AVC,)),
+    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", selinux_off=(_DEVICES,), kernel_log=(AVC,)),
         "xserver_misc_device_t", "setsebool -P container_use_devices 1", LIKELY),
-    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", container_use_devices="on", audit_log=(AVC,)),
-        "denied", "setsebool", POSSIBLE),
+    # Fedora's policy has had a narrower boolean since 2023.
+    Row("selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", selinux_off=(_DEVICES, _XSERVER_DEVICES), kernel_log=(AVC,)),
+        "xserver_misc_device_t", "setsebool -P container_use_xserver_devices 1", LIKELY),
+    Row("selinux-denies", lambda x: replace(x, selinux="Enforcing", audit_log=(AVC,)), "denied", "setsebool", POSSIBLE),
+    Row("selinux-denies",
+        lambda x: replace(x, selinux="Enforcing", audit_log=(AVC.replace("xserver_misc_device_t", "device_t"),)),
+        "device_t", "restorecon -R -v /dev/nvidia*", LIKELY),
+    # Debian 13 with its reference policy, podman 5.4.2.
+    Row("selinux-denies",
+        lambda x: replace(
+            x, selinux="Enforcing", selinux_off=(_DEVICES,), audit_log=(
+                'type=AVC msg=audit(1796131639.940:165): avc:  denied  { entrypoint } for  pid=1356 comm="crun" '
+                'path="/usr/bin/nvidia-smi" dev="vda" ino=1033 scontext=system_u:system_r:container_t:s0:c677,c983 '
+                "tcontext=system_u:object_r:bin_t:s0 tclass=file permissive=0",
+            )),
+        'path="/usr/bin/nvidia-smi"', "--security-opt=label=disable IMAGE", POSSIBLE),
     Row("apparmor-denies",
         lambda x: replace(
             x,

@@ -36,6 +36,7 @@ from gpuprov.runtime_hook.deploy import LAUNCHER_PATH
 from gpuprov.runtime_hook.settings import NVIDIA_SETTINGS_PATH, SETTINGS_PATH
 from tests.unit.doctor.host import SMI, examined, healthy, with_driver, with_kernel
 from tests.unit.doctor.ill import (
+    AVC,
     CONFIG_TOML,
     NODES,
     Change,
@@ -155,6 +156,8 @@ NO_TROUBLE: tuple[Change, ...] = (
     both(text(NVIDIA_SETTINGS_PATH, f"{_BY_VARIABLES} = false\n"), text(SETTINGS_PATH, f"{_BY_VARIABLES} = true\n")),
     lambda x: replace(x, docker_unit="[Service]\n# Environment=PATH=/opt/bin\n"),
     docker_with_flag("kata"),
+    # Of a display server: no container's.
+    lambda x: replace(x, selinux="Enforcing", audit_log=(AVC.replace("container_t", "xserver_t"),)),
     # By a container that asks for CDI, docker 25 without features.cdi (nvidia-container-toolkit issue 434).
     docker_says('level=error msg="could not select device driver \\"cdi\\" with capabilities: []"'),
     podman_with("10-site.conf"),
@@ -298,7 +301,7 @@ PROGRAMS = {
     "journalctl", "kill", "ldconfig", "ln", "ls", "lspci", "modprobe", "mokutil", "mount", "mv",
     "nvidia-bug-report.sh", "nvidia-ctk", "nvidia-imex-ctl", "openssl",
     "nvidia-modprobe", "nvidia-smi", "nvidia-uninstall", "pid=$(cat", "podman", "poweroff",
-    "printf", "rm", "sed", "setsebool", "sh", "snap",
+    "printf", "restorecon", "rm", "sed", "setsebool", "sh", "snap",
     "systemctl", "tail", "uname", "update-grub", "update-initramfs", "wsl",
 }  # fmt: skip
 
