@@ -240,12 +240,16 @@ def host_paths(specification: str) -> tuple[tuple[str, int], ...]:
 def find_in_log(lines: Sequence[str], pattern: str) -> tuple[Mapping[str, str], tuple[str, ...]] | None:
     """Return the last match of a pattern: its named groups, and the lines.
 
-    The driver splits its sentences over several lines, each with the prefix `NVRM:`: they are joined.
+    The driver splits its sentences over several lines, each with the prefix `NVRM:`: they are joined. A `.` of the
+    pattern leads to no other line.
     """
-    starts, text = [], ""
-    for line in lines:
+    starts, text, is_drivers = [], "", False
+    for line in map(str.strip, lines):
+        said = _PREFIX.sub("", line)
+        was_drivers, is_drivers = is_drivers, "NVRM:" in line[: len(line) - len(said)]
+        text += " " if was_drivers and is_drivers else "\n"
         starts.append(len(text))
-        text += _PREFIX.sub("", line.strip()) + " "
+        text += said
     *_, found = (None, *re.finditer(pattern, text, re.IGNORECASE))
     if found is None:
         return None

@@ -158,6 +158,17 @@ NO_TROUBLE: tuple[Change, ...] = (
     docker_with_flag("kata"),
     # Of a display server: no container's.
     lambda x: replace(x, selinux="Enforcing", audit_log=(AVC.replace("container_t", "xserver_t"),)),
+    # Lines that have nothing to do with each other.
+    lambda x: replace(
+        x, kernel_log=('audit: apparmor="DENIED" profile="snap.firefox"', "NVRM: loading NVIDIA UNIX x86")
+    ),
+    docker_says("error setting rlimits for ready process: invalid argument", "dial unix x.sock: permission denied"),
+    # A program of an ordinary container's, and a line after it.
+    lambda x: replace(
+        x,
+        selinux="Enforcing",
+        audit_log=(AVC.replace("nvidia", "x").replace("xserver_misc_device_t", "fifo_t"), 'type=SYSCALL comm="nvidia"'),
+    ),
     # By a container that asks for CDI, docker 25 without features.cdi (nvidia-container-toolkit issue 434).
     docker_says('level=error msg="could not select device driver \\"cdi\\" with capabilities: []"'),
     podman_with("10-site.conf"),
