@@ -37,6 +37,8 @@ _PACKAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9+._-]{0,99}")
 _NUMBER = re.compile(r"[0-9]{1,10}")
 PYTHONS = (*NAMES, PLATFORM_PYTHON)
 BOOTSTRAP_OPTION = "--bootstrap-python"
+_BY_HAND = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
+NOT_BOOTSTRAPPED = ("Python cannot be installed on the host", _BY_HAND)
 PROBE = f"system={SYSTEM_PATH}\n" + (pkgutil.get_data("gpuprov.agent", "probe.sh") or b"").decode()
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 _OTHER_USER = "set ansible_user to an account that may"
@@ -200,13 +202,17 @@ def _found(program: str, output: str, known: str = "") -> Problem | None:
     return Problem(row.what.format(**named), line.strip()[:300], step)
 
 
+def system_problem(probe: Probe) -> Problem | None:
+    """Return that this host does not run Linux; None if it does."""
+    if probe.system.startswith("Linux "):
+        return None
+    return Problem("this host does not run Linux", f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'")
+
+
 def probe_problem(probe: Probe, *, become: bool, has_password: bool, sudo: str = "sudo") -> Problem | None:
     """Return why the agent can't run on this host, apart from a missing Python; None if it can."""
-    if not probe.system.startswith("Linux "):
-        what = "this host does not run Linux"
-        return Problem(what, f"uname says {probe.system}", "leave it out: --limit 'all:!HOST'")
-    if probe.uid == 0:
-        return None
+    if (other := system_problem(probe)) or probe.uid == 0:
+        return other
     if not become:
         seen = f"logged in with user id {probe.uid}"
         step = "set ansible_become to true, or ansible_user to root"

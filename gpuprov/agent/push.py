@@ -13,7 +13,7 @@ from gpuprov.agent.probe import Probe, account_problem, sudo_problem
 from gpuprov.core.commands import NOT_EXECUTABLE, Completed
 from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.protocol.dataclass import dataclass
-from gpuprov.protocol.errors import Problem, UsageError
+from gpuprov.protocol.errors import GpuprovError, Problem, UsageError
 
 
 def _script(name: str, **words: str) -> str:
@@ -27,13 +27,26 @@ def _script(name: str, **words: str) -> str:
 
 
 _PRUNE = _script("prune")
-STORE, _RUN = _script("store", PRUNE=_PRUNE), _script("run", PRUNE=_PRUNE)
-# Root can't read the user's copy, as on NFS: STORE is to give it its own.
+_STORE, _RUN = _script("store", PRUNE=_PRUNE), _script("run", PRUNE=_PRUNE)
+# Root can't read the user's copy, as on NFS: store_command is to give it its own.
 UNREADABLE = 66
+_ROOM = "is there room (df -h {0}; df -i {0})?"
+NOT_STORED = ("the agent cannot be stored on the host", _ROOM.format("~ ~root") + " is ~/.cache/gpuprov writable?")
+
+
+def store_command(digest: str, *, by_root: bool = False) -> tuple[str, ...]:
+    """Return the command that stores the agent, which comes on standard input; `by_root`: in root's own home."""
+    return ("sh", "-c", _STORE, "sh", digest, *(("root",) if by_root else ()))
+
+
+def require(done: Completed, what: str, next_step: str, *, ended: str = "") -> None:
+    """Raise GpuprovError if a command has failed. Where it had a terminal, its errors are in its output."""
+    if not done.ok:
+        raise GpuprovError(what, ending(done, done.stdout.splitlines(), ended=ended), next_step)
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
-    """Return the command by which root runs the agent stored by STORE; its request goes to standard input."""
+    """Return the command by which root runs the agent stored by store_command; its request goes to standard input."""
     assert probe.python is not None
     stored = f"{probe.cache}/agent-{digest}.pyz"
     if probe.uid == 0:
@@ -98,6 +111,7 @@ ASK_BUNDLE = _script("ask_bundle", CACHE=CACHE_DIRECTORY)
 # The missing bytes come on standard input; or $3 is the file on the host to copy, whole.
 STORE_BUNDLE = _script("store_bundle", CACHE=CACHE_DIRECTORY, TAKE='cat >> "$f.part"')
 TAKE_BUNDLE = _script("store_bundle", CACHE=CACHE_DIRECTORY, TAKE='cat "$3" > "$f.part"')
+NO_ROOM = ("the bundle can't be stored on the host", _ROOM.format(f"~ {CACHE_DIRECTORY}"))
 
 
 @dataclass(frozen=True)

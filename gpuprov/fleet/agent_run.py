@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from gpuprov.agent import probe, push
 from gpuprov.agent.agent import STOP
 from gpuprov.core.commands import Completed
-from gpuprov.core.places import CACHE_DIRECTORY
 from gpuprov.core.system import System
 from gpuprov.fleet import remote
 from gpuprov.fleet.inventory import HostTarget
@@ -67,10 +66,10 @@ def run_agent(
         host = RemoteSystem(connection, target, agent.digest)
     if problem := probe.python_problem(host.probe, target.python):
         raise GpuprovError.several((problem,))
-    store = ("sh", "-c", push.STORE, "sh", agent.digest)
     in_time = _PATIENCE + len(agent.content) / _SLOWEST
     if host.probe.agent_digest != agent.digest:
-        _require_stored(remote.run(connection, shlex.join(store), agent.content, timeout=in_time))
+        store = shlex.join(push.store_command(agent.digest))
+        _require(remote.run(connection, store, agent.content, timeout=in_time), *push.NOT_STORED)
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(host, request, sink, host_timeout))
     read = EventReader()
@@ -87,17 +86,16 @@ def run_agent(
     run = functools.partial(host.as_root, command, stdin, on_line, timeout=host_timeout, later=later)
     done = run()
     if done.returncode == push.UNREADABLE:
-        _require_stored(host.run((*store, "root"), stdin=agent.content, timeout=in_time))
+        store_as_root = push.store_command(agent.digest, by_root=True)
+        _require(host.run(store_as_root, stdin=agent.content, timeout=in_time), *push.NOT_STORED)
         done = run()
     if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
     return read.finished
 
 
-def _require_stored(done: Completed) -> None:
-    if not done.ok:
-        step = "is there room in the home directory (df -h ~; df -i ~)? may the user write to ~/.cache/gpuprov?"
-        raise GpuprovError("the agent cannot be stored on the host", _ending(done), step)
+def _require(done: Completed, what: str, next_step: str) -> None:
+    push.require(done, what, next_step, ended=_ENDS.get(done.returncode, ""))
 
 
 def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: float | None) -> str:
@@ -123,9 +121,7 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: fl
     if stored.returncode == remote.CONNECTION_LOST:
         next_step = "run the same command again; it goes on where this one stopped"
         raise GpuprovError("the connection dropped while the bundle was uploaded", _ending(stored), next_step)
-    if not stored.ok:
-        next_step = f"is there room? df -h {CACHE_DIRECTORY}; df -i {CACHE_DIRECTORY}"
-        raise GpuprovError("the bundle can't be stored on the host", _ending(stored), next_step)
+    _require(stored, *push.NO_ROOM)
     return place.path
 
 
@@ -133,9 +129,7 @@ def _bootstrap(host: RemoteSystem, request: Request) -> None:
     output: list[str] = []
     command, stdin = ("sh", "-c", probe.bootstrap_script(host.probe)), (probe.bootstrap_input(request.spec),)
     done = host.as_root(command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
-    if not done.ok:
-        step = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
-        raise GpuprovError("Python cannot be installed on the host", _ending(done, output[-5:]), step)
+    _require(replace(done, stdout="\n".join(output[-5:])), *probe.NOT_BOOTSTRAPPED)
 
 
 class RemoteSystem(System):
@@ -256,6 +250,6 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     )
 
 
-def _ending(done: Completed, output: list[str] | None = None) -> str:
+def _ending(done: Completed) -> str:
     """Return how the command ended and its last lines, without the long command itself."""
-    return push.ending(done, output, ended=_ENDS.get(done.returncode, ""))
+    return push.ending(done, ended=_ENDS.get(done.returncode, ""))

@@ -42,7 +42,6 @@ _PASSWORDS = (
     "ansible_password", "ansible_ssh_pass", "ansible_ssh_password", "ansible_become_pass", "ansible_become_password",
     "ansible_sudo_pass",
 )  # fmt: skip
-_NOT_STORED = "the agent cannot be stored on the host"
 # A job whose time is over ends between two changes.
 _GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
@@ -198,6 +197,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         """Let the agent continue without the connection (`async`), and return the Job."""
         from gpuprov.agent.agent import JOB, Job
         from gpuprov.agent.playbook_task import for_a_job
+        from gpuprov.agent.push import require
         from gpuprov.protocol.codec import dump
 
         probe, request = self._prepare(for_a_job(request))
@@ -209,7 +209,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             local_facts=_local_facts(self._task_vars),
         )
         done = self._run_agent(probe, f"{dump(request)}\n{dump(job)}\n".encode(), JOB)
-        self._require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
+        require(done, "the job can't be begun on the host", f"may the user write to {job.folder} there?")
         return job
 
     def _end_of_job(self, job: Any) -> Any:
@@ -270,14 +270,13 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _run_agent(self, probe: Any, lines: bytes, *arguments: str) -> Any:
         """Run the agent with this input; where root can't read what the login user stored, root stores its own."""
-        from gpuprov.agent.push import STORE, UNREADABLE, agent_command, require_root
+        from gpuprov.agent.push import NOT_STORED, UNREADABLE, agent_command, require, require_root, store_command
 
         command = shlex.join((*agent_command(probe, self._digest), *arguments))
         done = self._on_host(command, lines, become=True)
         if done.returncode == UNREADABLE:
-            store = shlex.join(("sh", "-c", STORE, "sh", self._digest, "root"))
-            next_step = "is there room in root's home directory (df -h ~root)?"
-            self._require(self._on_host(store, self._agent, become=True), _NOT_STORED, next_step)
+            store = shlex.join(store_command(self._digest, by_root=True))
+            require(self._on_host(store, self._agent, become=True), *NOT_STORED)
             done = self._on_host(command, lines, become=True)
         if (become := self._connection.become) is not None:
             require_root(done, become.get_option("become_user", playcontext=self._play_context))
@@ -286,26 +285,23 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _prepare(self, request: Any) -> tuple[Any, Any]:
         """Return what the host is (a Probe), and the request for it: agent and bundle are there."""
         from gpuprov.agent.playbook_task import BOOTSTRAP_OPTION
-        from gpuprov.agent.probe import bootstrap_input, bootstrap_script, python_problem
-        from gpuprov.agent.push import STORE
+        from gpuprov.agent.probe import NOT_BOOTSTRAPPED, bootstrap_input, bootstrap_script, python_problem
+        from gpuprov.agent.push import NOT_STORED, require, store_command
         from gpuprov.protocol.errors import GpuprovError
 
         variables = _connection_variables(self._task_vars, self._task.delegate_to)
         named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
         probe = self._probe(named)
         if probe.python is None and self._bootstrap:
-            next_step = "correct the host's package repositories, or install Python ≥ 3.9 by hand"
             done = self._on_host(bootstrap_script(probe), bootstrap_input(request.spec), become=True)
-            self._require(done, "Python cannot be installed on the host", next_step)
+            require(done, *NOT_BOOTSTRAPPED)
             probe = self._probe(named)
         problem = python_problem(probe, named, BOOTSTRAP_OPTION)
         if problem is not None:
             raise GpuprovError.several((problem,))
         self._warn_of_twin(probe.machine, self._task.delegate_to or self._task_vars.get("inventory_hostname", "host"))
         if probe.agent_digest != self._digest:
-            stored = self._on_host(f"sh -c {shlex.quote(STORE)} sh {self._digest}", self._agent)
-            next_step = "is there room in the home directory (df -h ~), and may the user write to ~/.cache/gpuprov?"
-            self._require(stored, _NOT_STORED, next_step)
+            require(self._on_host(shlex.join(store_command(self._digest)), self._agent), *NOT_STORED)
         if request.bundle:
             request = replace(request, bundle=self._bring_bundle(request))
         return probe, request
@@ -320,8 +316,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _bring_bundle(self, request: Any) -> str:
         """Return the path of the bundle on the host, copied there as Ansible copies files if it is missing."""
-        from gpuprov.agent.push import ASK_BUNDLE, TAKE_BUNDLE, BundlePlace, ending, parse_stored
-        from gpuprov.core.places import CACHE_DIRECTORY
+        from gpuprov.agent.push import ASK_BUNDLE, NO_ROOM, TAKE_BUNDLE, BundlePlace, ending, parse_stored, require
         from gpuprov.protocol.errors import GpuprovError
 
         place = BundlePlace(request.bundle_digest, Path(request.bundle).stat().st_size)
@@ -338,7 +333,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             stored = self._on_host(shlex.join(place.command(TAKE_BUNDLE, copied)), b"", become=True)
         finally:
             self._remove_tmp_path(folder)
-        self._require(stored, "the bundle can't be stored on the host", f"is there room? df -h ~ {CACHE_DIRECTORY}")
+        require(stored, *NO_ROOM)
         return place.path
 
     def _wait_for_boot(self, left: str) -> None:
@@ -364,7 +359,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         )  # fmt: skip
 
     def _probe(self, named_python: str) -> Any:
-        from gpuprov.agent.probe import PROBE, parse_probe, probe_command
+        from gpuprov.agent.probe import PROBE, parse_probe, probe_command, system_problem
         from gpuprov.agent.push import no_probe_problem
         from gpuprov.protocol.errors import GpuprovError
 
@@ -372,16 +367,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         probe = parse_probe(done.stdout)
         if probe is None:
             raise GpuprovError.several((no_probe_problem(done)[0],))
-        if not probe.system.startswith("Linux "):
-            raise GpuprovError("this host does not run Linux", f"uname says {probe.system}")
+        if (problem := system_problem(probe)) is not None:
+            raise GpuprovError.several((problem,))
         return probe
-
-    def _require(self, done: Any, what: str, next_step: str) -> None:
-        from gpuprov.agent.push import ending
-        from gpuprov.protocol.errors import GpuprovError
-
-        if not done.ok:
-            raise GpuprovError(what, ending(done), next_step)
 
     def _on_host(self, command: str, stdin: bytes, *, become: bool = False) -> Any:
         """Run a command with bytes on its standard input, as the task's become says or as the login user."""

@@ -21,7 +21,7 @@ import pytest
 import gpuprov
 from gpuprov import protocol
 from gpuprov.agent.probe import Probe, Python
-from gpuprov.agent.push import STORE, UNREADABLE, agent_command, unfinished_problem
+from gpuprov.agent.push import UNREADABLE, agent_command, store_command, unfinished_problem
 from gpuprov.core.commands import Completed
 from gpuprov.fleet import agent_file
 from gpuprov.fleet.agent_file import Agent, build_agent
@@ -335,7 +335,7 @@ class Account:
         self.probe = Probe("Linux x86_64", 1000, str(self.stored.parent), "", (Python(sys.executable, (3, 11, 2)),), 0)
 
     def store(self) -> None:
-        command = ("sh", "-c", STORE, "sh", DIGEST)
+        command = store_command(DIGEST)
         subprocess.run(
             command, input=AGENT, check=True, timeout=30, env={"HOME": str(self.home), "PATH": "/usr/bin:/bin"}
         )
@@ -398,7 +398,7 @@ def test_root_reads_regular_files_only(account: Account, place: str) -> None:
 @pytest.mark.root
 def test_hosts_that_share_a_home_store_the_agent_at_once(account: Account) -> None:
     # Each shell is process 1 of its own host.
-    command = ("unshare", "--pid", "--fork", "sh", "-c", STORE, "sh", DIGEST)
+    command = ("unshare", "--pid", "--fork", *store_command(DIGEST))
     environment = {"HOME": str(account.home), "PATH": "/usr/bin:/bin"}
     hosts = [subprocess.Popen(command, stdin=subprocess.PIPE, env=environment) for _ in range(12)]
     with contextlib.ExitStack() as stack:
