@@ -99,13 +99,8 @@ def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
 
 
 def left_boot(events: Iterable[Event]) -> str:
-    """Return the id of the boot that a reboot by gpuprov ends, "" if the host stays up."""
+    """Return the id of the boot that a reboot by gpuprov ends, "" if the host stays up; more events may follow it."""
     return next((event.left_boot for event in events if isinstance(event, Finished)), "")
-
-
-def before_reboot(events: Iterable[Event]) -> tuple[Event, ...]:
-    """Return the events before a reboot, in a form to which the events after it can be appended."""
-    return tuple(event for event in events if not isinstance(event, Finished))
 
 
 def one_line(result: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from gpuprov.agent.probe import Probe, account_problem, sudo_problem
 from gpuprov.core.commands import NOT_EXECUTABLE, Completed
@@ -101,6 +101,27 @@ def ending(done: Completed, output: list[str] | None = None, *, ended: str = "")
     """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
     lines = (done.stderr.strip() or "\n".join(output or ()).strip()).splitlines()[-8:]
     return "\n".join([ended or f"exit code {done.returncode}", *lines])
+
+
+# Firmware that checks two terabytes of memory takes its time.
+BOOT_SECONDS = 1800.0
+_BOOT_ID = "echo; cat /proc/sys/kernel/random/boot_id"
+_BOOT_STATE = "echo; timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
+# Engines that are still starting would look stopped, so the boot is waited for, with a limit. A system container that
+# shuts down may briefly show the container host's boot id; systemd then reports another state, or none.
+_UP = ("initializing", "starting", "running", "degraded", "maintenance")
+
+
+def not_up(left_boot: str, run: Callable[..., Completed]) -> str:
+    """Return why a host is not yet up in another boot than `left_boot`, docker and all; "" if it is.
+
+    `run` runs a command on the host, where a login shell may print before it.
+    """
+    boot = run(_BOOT_ID, timeout=20.0).stdout.split()[-1:]
+    if boot in ([], [left_boot]):
+        return "it answers, and is still in the boot before" if boot else "its connection broke"
+    state = run(_BOOT_STATE, timeout=330.0).stdout.split()[-1:]
+    return "" if state and state[0] in _UP else "it is in another boot, and not up yet"
 
 
 # -- the bundle, where a host keeps it -----------------------------------------------------------------------------

@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 
 # Of a host: its connection, the agent's, those through which it is reached, and the pipes of `ssh -G`.
 _FILES, _FILES_OF_A_HOST = 50, 10
-# A host that requests more reboots has a fault that reboots do not fix.
-_MOST_REBOOTS = 3
 _LOOK_SECONDS = 0.2
 _ONCE = "no further host begins, and a drain ends; hosts whose changes have begun finish (Ctrl-C again leaves them)"
 _HERE_ONCE = "stopping: a change that has begun is finished, no further one begins"
@@ -185,10 +183,8 @@ class Fleet:
         After the last reboot allowed the host is told to reboot no more: it ends with exit code 3 and says why.
         """
         made = 0
-        for reboots in range(1 + _MOST_REBOOTS):
-            if reboots == _MOST_REBOOTS:
-                request = replace(request, spec={**request.spec, "reboot": "never"})
-            finished = self._run_agent(target, request, claims, sink)
+        for one in request.runs():
+            finished = self._run_agent(target, one, claims, sink)
             finished = replace(finished, changed=finished.changed + made)
             if not finished.left_boot:
                 break

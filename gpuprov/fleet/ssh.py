@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from gpuprov.agent.push import BOOT_SECONDS, not_up
 from gpuprov.core.files import expanded
 from gpuprov.fleet import host_keys, remote
 from gpuprov.fleet.inventory import HostTarget
@@ -45,15 +46,7 @@ _UNUSED = "not used: it, or the file of its key, can't be read"
 _PROXY_SECONDS = _API_SECONDS = 2
 # RFC 4253, section 4.2: a version is 255 bytes at most; lines of text may come before it.
 _BANNER_BYTES = 1 << 16
-# Firmware that checks two terabytes of memory takes its time.
-BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 2.0
-_COMMAND_SECONDS = 20.0
-# Engines that are still starting would look stopped, so the boot is waited for, with a limit. A system container that
-# shuts down may briefly show the container host's boot id; systemd then reports another state, or none.
-_BOOT_STATE = "echo; timeout 300 systemctl is-system-running --wait >/dev/null; systemctl is-system-running"
-_UP = ("initializing", "starting", "running", "degraded", "maintenance")
-_BOOT_STATE_SECONDS = 330.0
 
 
 @contextlib.contextmanager
@@ -307,13 +300,9 @@ def wait_for_boot(
         time.sleep(_PAUSE_SECONDS)
         try:
             with connected(target, settings) as connection:
-                command = "echo; cat /proc/sys/kernel/random/boot_id"
-                boot_id = remote.run(connection, command, timeout=_COMMAND_SECONDS).stdout.split()[-1:]
-                if boot_id not in ([], [left_boot]):
-                    state = remote.run(connection, _BOOT_STATE, timeout=_BOOT_STATE_SECONDS).stdout.split()[-1:]
-                    if state and state[0] in _UP:
-                        return
-                seen = "it answers, and is still in the boot before" if boot_id else seen
+                seen = not_up(left_boot, functools.partial(remote.run, connection))
+            if not seen:
+                return
         except GpuprovError as error:
             seen = f"{error.problems[0].what}: {error.problems[0].evidence}"
     raise GpuprovError(

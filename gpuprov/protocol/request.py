@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpuprov.protocol.codec import FORMER_NAME, WrongDataError, load, parse
-from gpuprov.protocol.dataclass import dataclass, field
+from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import UsageError
 
 _EXAMPLE = """echo '{"command": "facts"}' | sudo python3 -I agent.pyz"""
 COMMANDS = ("install", "verify", "health", "accept", "facts", "doctor", "cuda", "rollback", "uninstall")
 CHANGING = ("install", "rollback", "uninstall")
+# A host that requests more reboots has a fault that reboots do not fix.
+MOST_REBOOTS = 3
 # Of `accept`: below the time after which a silent host is given up.
 MOST_MINUTES = 60
 
@@ -60,6 +62,10 @@ class Request:
         """Say whether two such requests, at once or one after the other, would interfere."""
         changing = self.command in CHANGING or (self.command == "doctor" and self.fix)
         return changing and not self.check
+
+    def runs(self) -> "tuple[Request, ...]":
+        """Return the request for each run: the first, and one after each reboot; the last may not reboot the host."""
+        return (*(self,) * MOST_REBOOTS, replace(self, spec={**self.spec, "reboot": "never"}))
 
 
 def request_from_line(line: str) -> Request:

@@ -25,6 +25,7 @@ from gpuprov.core.commands import Completed
 from gpuprov.fleet.agent_file import build_agent
 from gpuprov.protocol.errors import ExitCode, GpuprovError
 from gpuprov.protocol.events import Finished
+from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec_fields import PREFIX
 from tools.zipapps import pack
 
@@ -176,30 +177,40 @@ def test_people_see_one_line_of_a_result(
     assert shown == said
 
 
-@pytest.mark.parametrize(("reboots", "failed", "waits"), [(2, False, 2), (99, True, 3)])
+@pytest.mark.parametrize(("reboots", "failed", "waits"), [(2, False, 2), (3, False, 3), (99, True, 3)])
 def test_a_fourth_reboot_fails_the_task(plugin: ModuleType, reboots: int, failed: bool, waits: int) -> None:
-    asking = Finished(int(ExitCode.REBOOT_NEEDED), left_boot="boot")
-    runs = [*([asking] * reboots), Finished(int(ExitCode.DONE))]
+    """As on the command line: the host is told to stay up, and says what needs a reboot."""
     waited: list[str] = []
-    task = SimpleNamespace(_ask=lambda *_, **__: (runs.pop(0),), _wait_for_boot=waited.append)
-    events = plugin.ActionModule._events(task, None)
-    assert (task_result("install", events).failed, len(waited)) == (failed, waits)
+
+    def ask(request: Request) -> tuple[Finished]:
+        if len(waited) == reboots:
+            return (Finished(int(ExitCode.DONE)),)
+        boot = "boot" if request.spec["reboot"] != "never" else ""
+        return (Finished(int(ExitCode.REBOOT_NEEDED), left_boot=boot, summary="nouveau is loaded"),)
+
+    plugin._agent()
+    task = SimpleNamespace(_ask=ask, _wait_for_boot=waited.append)
+    result = task_result("install", plugin.ActionModule._events(task, Request("install", {"reboot": "if-needed"})))
+    assert (result.failed, result.reboot_needed, len(waited)) == (failed, failed, waits)
+    assert result.msg == ("nouveau is loaded" if failed else "")
 
 
 def test_what_a_login_shell_prints_is_no_boot(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers, asked = ["boot-1", "boot-2", "running"], []
+    answers, asked = ["boot-1", "boot-2", "offline", "lost", "boot-2", "running"], []
 
     def execute(command: str, *, sudoable: bool) -> dict[str, Any]:
         # Neither ~/.bashrc ends its line, nor may a unit that never starts hold up the play.
         asked.append(command.removeprefix("echo; ").split()[0])
         ended = "\n" if command.startswith("echo; ") else ""
-        return {"rc": 0, "stdout": f"welcome to gpu01{ended}{answers.pop(0)}\n"}
+        if answers[0] == "lost":  # sshd restarts late in a boot
+            raise plugin.AnsibleError(answers.pop(0))
+        return {"rc": 0, "stdout": f"welcome to gpu01{ended}{answers.pop(0)}\n", "stderr": ""}
 
     monkeypatch.setattr(plugin.time, "sleep", lambda seconds: None)
     connection = SimpleNamespace(reset=lambda: None)
     task = SimpleNamespace(_connection=connection, _low_level_execute_command=execute)
     plugin.ActionModule._wait_for_boot(task, "boot-1")
-    assert asked == ["cat", "cat", "timeout"]
+    assert (answers, asked) == ([], ["cat", "cat", "timeout", "cat", "cat", "timeout"])
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,6 @@ _HERE = Path(__file__).resolve()
 # Inside an installed collection the agent lies beside roles and plugins; in a clone it is built from the clone.
 _CARRIED = _HERE.parents[2] / "files" / "gpuprov-agent.pyz"
 _CLONE = _HERE.parents[3]
-# The run, what follows a reboot, and a reboot that this asks for.
-_MOST_RUNS = 3
-# Firmware that checks two terabytes of memory takes its time.
-_BOOT_SECONDS = 1800.0
 _PAUSE_SECONDS = 3.0
 _PASSWORDS = (
     "ansible_password", "ansible_ssh_pass", "ansible_ssh_password", "ansible_become_pass", "ansible_become_password",
@@ -242,15 +238,15 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _events(self, request: Any) -> tuple[Any, ...]:
         """Return the events of the run, and of those that follow a reboot."""
-        from gpuprov.agent.playbook_task import before_reboot, left_boot
+        from gpuprov.agent.playbook_task import left_boot
 
         events: tuple[Any, ...] = ()
-        for _run in range(_MOST_RUNS):
-            found = self._ask(request)
+        for one in request.runs():
+            found = self._ask(one)
+            events += found
             left = left_boot(found)
             if not left:
-                return events + found
-            events += before_reboot(found)
+                break
             self._wait_for_boot(left)
         return events
 
@@ -337,23 +333,27 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         return place.path
 
     def _wait_for_boot(self, left: str) -> None:
-        """Return once the host answers from another boot than the one it has left."""
+        """Return once the host is up in another boot than the one it has left."""
+        from gpuprov.agent.push import BOOT_SECONDS, not_up
+        from gpuprov.core.commands import Completed
         from gpuprov.protocol.errors import ExitCode, GpuprovError
 
-        deadline = time.monotonic() + _BOOT_SECONDS
+        def run(command: str, timeout: float) -> Completed:
+            done = self._low_level_execute_command(command, sudoable=False)
+            return Completed((command,), done["rc"], done["stdout"], done["stderr"])
+
+        deadline, seen = time.monotonic() + BOOT_SECONDS, ""
         while time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
             try:
                 self._connection.reset()
-                done = self._low_level_execute_command("echo; cat /proc/sys/kernel/random/boot_id", sudoable=False)
-            except AnsibleError:
-                continue  # it is down, or not up yet
-            # A login shell may print lines before it.
-            if done["rc"] == 0 and done["stdout"].strip().rpartition("\n")[2] not in ("", left):
-                self._low_level_execute_command("timeout 300 systemctl is-system-running --wait", sudoable=False)
+                seen = not_up(left, run)
+            except AnsibleError as error:
+                seen = str(error)  # it is down, or not up yet
+            if not seen:
                 return
         raise GpuprovError(
-            "the host did not come back from its reboot", f"waited {_BOOT_SECONDS:g} s",
+            "the host did not come back from its reboot", f"waited {BOOT_SECONDS:g} s; last: {seen}",
             "look at its console; once it is up, run the same playbook again: it goes on where it stopped",
             exit_code=ExitCode.UNREACHABLE,
         )  # fmt: skip
