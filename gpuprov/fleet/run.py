@@ -424,14 +424,9 @@ def _lift_open_files(hosts: int) -> None:
 
 
 def request_for(target: HostTarget, request: Request, *, alone: bool) -> Request:
-    """Return the request with this host's own spec; `alone`: it is the only host of the run.
-
-    This machine must not reboot while it runs others: their runs would end with it. A run can return to other hosts.
-    """
-    here = target.connection == "local"
-    spec = replace(target.spec, reboot="never") if here and not alone else target.spec
-    allow = tuple(one for one in request.allow if alone or not here or one != "reboot")
-    return replace(request, spec=spec_to_json(spec), allow=allow, caller_returns=not here, tables=for_request(spec))
+    """Return the request with this host's own spec; `alone`: it is the only host of the run."""
+    own = replace(request, spec=spec_to_json(target.spec), tables=for_request(target.spec))
+    return own.sent(here=target.connection == "local", alone=alone)
 
 
 def _host_keys(connection: Connection) -> frozenset[str]:

@@ -63,6 +63,16 @@ class Request:
         changing = self.command in CHANGING or (self.command == "doctor" and self.fix)
         return changing and not self.check
 
+    def sent(self, *, here: bool, alone: bool) -> "Request":
+        """Return the request for a machine; `here`: it is the caller's own; `alone`: it is the only one of the run.
+
+        The caller's must not reboot while it runs others: their runs would end with it. A run can return to others.
+        """
+        if here and not alone:
+            allow = tuple(one for one in self.allow if one != "reboot")
+            return replace(self, spec={**self.spec, "reboot": "never"}, allow=allow, caller_returns=False)
+        return replace(self, caller_returns=not here)
+
     def runs(self) -> "tuple[Request, ...]":
         """Return the request for each run: the first, and one after each reboot; the last may not reboot the host."""
         return (*(self,) * MOST_REBOOTS, replace(self, spec={**self.spec, "reboot": "never"}))

@@ -84,6 +84,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 diff=bool(self._task.diff), run_id=_run_id(), bundle=bundle, bundle_digest=bundle_digest,
                 now=time.time(),
             )  # fmt: skip
+            # With connection: local a reboot ends this play.
+            is_local = self._connection.transport == "local"
+            request = request.sent(here=is_local, alone=len(self._task_vars["ansible_play_hosts_all"]) == 1)
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
