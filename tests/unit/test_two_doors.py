@@ -4,19 +4,24 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from gpuprov.agent.probe import NOT_BOOTSTRAPPED
 from gpuprov.agent.push import require
 from gpuprov.core.commands import Completed
+from gpuprov.fleet.options import FLAG, Options
 from gpuprov.protocol.errors import GpuprovError
 from gpuprov.protocol.events import Finished, to_line
+from gpuprov.protocol.spec import PLAY_VARIABLES
 from tests.files import put
 
 REPOSITORY = Path(__file__).parents[2]
+PLAYBOOKS = REPOSITORY / "playbooks"
 
 
 def test_the_errors_of_a_command_that_had_a_terminal_are_in_its_output() -> None:
@@ -64,3 +69,51 @@ def test_a_play_does_not_reboot_the_machine_it_runs_on(tmp_path: Path, hosts: st
     asked = requests_of(tmp_path, _PLAY, *own)
     assert len(asked) == len(hosts) // 2
     assert {(one["spec"]["reboot"], one["caller_returns"]) for one in asked} == {(reboot, False)}
+
+
+# -- options and variables --------------------------------------------------------------------------------------------
+
+# What stands for each option of the command line in a playbook: Ansible's own, a variable, or nothing ("").
+_IN_PLAYBOOKS = {
+    "hosts": "-i", "limit": "--limit", "extra_vars": "-e", "vault_password_file": "--vault-password-file",
+    "check": "--check", "diff": "--diff", "forks": "--forks", "verbose": "-v", "connect_timeout": "--timeout",
+    "accept_new_host_keys": "host_key_checking",
+    "image": "gpuprov_target", "root": "",
+    "fix": "gpuprov_play_fix", "allow": "gpuprov_play_allow", "remember": "gpuprov_play_remember",
+    "minutes": "", "upgrade": "gpuprov_play_upgrade", "bundle": "gpuprov_play_bundle",
+    "bundle_key": "gpuprov_play_bundle_key", "serial": "gpuprov_play_serial", "window": "gpuprov_play_window",
+    "rollback_on_failure": "gpuprov_play_rollback_on_failure", "bootstrap_python": "gpuprov_play_bootstrap_python",
+    "max_fail": "gpuprov_play_any_errors_fatal",
+    "before_host": "gpuprov_play_before_host_tasks", "after_host": "gpuprov_play_after_host_tasks",
+    # Tasks have their own `timeout`, Ansible its callbacks for results; canaries are a play's `serial: [1, 100%]`.
+    "host_command_timeout": "", "host_timeout": "", "canary": "", "sign": "", "detailed_exitcode": "", "report": "",
+    "metrics": "", "json": "",
+}  # fmt: skip
+# They have no option: a play's hosts are `hosts`, its container is an argument of `gpuprov cuda`.
+_OF_PLAYS_ALONE = {"gpuprov_play_hosts", "gpuprov_play_container"}
+
+
+def test_each_option_has_its_variable_and_each_variable_its_option() -> None:
+    """Whoever adds one decides what the other way to hosts has for it."""
+    assert {one.name for one in fields(Options) if FLAG in one.metadata} == set(_IN_PLAYBOOKS)
+    variables = {name for name in _IN_PLAYBOOKS.values() if name.startswith("gpuprov_play_")}
+    assert variables | _OF_PLAYS_ALONE == PLAY_VARIABLES
+
+
+@pytest.mark.parametrize("path", sorted(PLAYBOOKS.glob("*.yml")), ids=lambda path: path.stem)
+def test_each_playbook_heeds_the_variables_of_all_plays(path: Path) -> None:
+    (play,) = yaml.safe_load(path.read_text())
+    if "import_playbook" not in play:
+        assert play["hosts"] == "{{ gpuprov_play_hosts | default('all') }}"
+        assert play["serial"] == "{{ gpuprov_play_serial | default('100%') }}"
+        assert play["any_errors_fatal"] == "{{ gpuprov_play_any_errors_fatal | default(false) }}"
+
+
+def test_each_task_that_may_begin_to_change_a_host_heeds_the_window() -> None:
+    """The parts of `site.yml` begin with the preflight, which makes the plan."""
+    for path in (*PLAYBOOKS.glob("*.yml"), PLAYBOOKS / "roles/preflight/tasks/main.yml"):
+        content = yaml.safe_load(path.read_text())
+        tasks = [task for one in content for task in one.get("tasks", [one]) if "gpuprov.host.agent" in task]
+        for own in (task["gpuprov.host.agent"] for task in tasks):
+            may_change = own["command"] in ("plan", "rollback", "uninstall") or "fix" in own
+            assert ("gpuprov_play_window" in own.get("window", "")) == may_change, path
