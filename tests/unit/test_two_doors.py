@@ -80,7 +80,7 @@ _IN_PLAYBOOKS = {
     "accept_new_host_keys": "host_key_checking",
     "image": "gpuprov_target", "root": "",
     "fix": "gpuprov_play_fix", "allow": "gpuprov_play_allow", "remember": "gpuprov_play_remember",
-    "minutes": "", "upgrade": "gpuprov_play_upgrade", "bundle": "gpuprov_play_bundle",
+    "minutes": "gpuprov_play_minutes", "upgrade": "gpuprov_play_upgrade", "bundle": "gpuprov_play_bundle",
     "bundle_key": "gpuprov_play_bundle_key", "serial": "gpuprov_play_serial", "window": "gpuprov_play_window",
     "rollback_on_failure": "gpuprov_play_rollback_on_failure", "bootstrap_python": "gpuprov_play_bootstrap_python",
     "max_fail": "gpuprov_play_any_errors_fatal",
