@@ -23,13 +23,15 @@ from gpuprov.protocol.words import counted
 
 PLAN, CUDA = "plan", "cuda"
 TASK_COMMANDS = (PLAN, *COMMANDS)
+# They make a plan, for which a bundle may replace the network.
+INSTALLING = (PLAN, "install")
 BOOTSTRAP_VARIABLE = "gpuprov_play_bootstrap_python"
 BUNDLE_VARIABLE = "gpuprov_play_bundle"
 BUNDLE_KEY_VARIABLE = "gpuprov_play_bundle_key"
 UPGRADE_VARIABLE = "gpuprov_play_upgrade"
 BOOTSTRAP_OPTION = f"-e {BOOTSTRAP_VARIABLE}=true"
 _OWNERS = {
-    "bundle": (PLAN, "install"), "bundle_digest": (PLAN, "install"), "fix": ("doctor",), "allow": ("doctor",),
+    "bundle": INSTALLING, "bundle_digest": INSTALLING, "upgrade": INSTALLING, "fix": ("doctor",), "allow": ("doctor",),
     "remember": ("verify",),
 }  # fmt: skip
 # These respect `check` or change nothing. Check mode cannot predict what any other command would do.
@@ -62,12 +64,10 @@ def task_request(
     others = {name for name, owners in _OWNERS.items() if command not in owners}
     given = ((name, value) for name, value in asked.items() if name not in others)
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in given}
-    upgrade = installs(command) and str(variables.get(UPGRADE_VARIABLE, "")).lower() in ("true", "yes", "on", "1")
     # The plugin waits for a host that reboots, and retries.
     return Request(
-        "install" if command == PLAN else command, spec_to_json(spec), check=check or command == PLAN, upgrade=upgrade,
-        caller_returns=True, tables=for_request(spec), arguments=arguments.get(command, {}),
-        **fields,
+        "install" if command == PLAN else command, spec_to_json(spec), check=check or command == PLAN,
+        caller_returns=True, tables=for_request(spec), arguments=arguments.get(command, {}), **fields,
     )  # fmt: skip
 
 
@@ -77,11 +77,6 @@ def for_a_job(request: Request) -> Request:
         what = "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed and allow: [reboot] permit"
         raise UsageError(what, "", "take async from the task (it waits by itself), or do not permit the reboot")
     return replace(request, caller_returns=False)
-
-
-def installs(command: str) -> bool:
-    """Say whether the command makes a plan, for which a bundle may replace the network."""
-    return command in (PLAN, "install")
 
 
 def skipped_in_check_mode(command: str) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ from gpuprov.agent.probe import Probe, Python
 from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.core.commands import Completed
 from gpuprov.fleet.agent_file import build_agent
-from gpuprov.protocol.errors import ExitCode, GpuprovError
+from gpuprov.protocol.errors import ExitCode, GpuprovError, UsageError
 from gpuprov.protocol.events import Finished
 from gpuprov.protocol.request import Request
 from gpuprov.protocol.spec_fields import PREFIX
@@ -113,6 +113,18 @@ def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) ->
 )
 def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
     assert plugin._named_python(value) == named
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(True, True), ("y", True), ("on", True), (1, True), ("no", False), ("", False), (None, False)],
+)
+def test_a_variable_of_plays_is_true_as_ansible_says(plugin: ModuleType, value: object, expected: bool) -> None:
+    plugin._agent()
+    assert plugin._flag({"gpuprov_play_upgrade": value}, "gpuprov_play_upgrade") is expected
+    assert not plugin._flag({}, "gpuprov_play_upgrade")
+    with pytest.raises(UsageError, match="gpuprov_play_upgrade must be true or false"):
+        plugin._flag({"gpuprov_play_upgrade": "newest"}, "gpuprov_play_upgrade")
 
 
 def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: ModuleType) -> None:

@@ -76,6 +76,7 @@ def test_no_task_begins_outside_of_its_window() -> None:
     ("options", "fields", "commands", "others"),
     [
         (BUNDLE, BUNDLE, "plan install", "verify facts"),
+        ({"upgrade": True}, {"upgrade": True}, "plan install", "verify doctor"),
         ({"remember": True}, {"remember": True}, "verify", "doctor install"),
         ({"fix": True, "allow": ["reset", "reboot"]}, {"allow": ("reset", "reboot")}, "doctor", "install"),
         ({"this_run": True}, {"arguments": {"this_run": True}}, "rollback", "install"),

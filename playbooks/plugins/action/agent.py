@@ -78,11 +78,11 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         command, check = arguments["command"], bool(self._task.check_mode)
         try:
             variables = self._with_domain(self._variables(), required=command not in ("verify", "health", "facts"))
-            bundle, bundle_digest = _bundle(variables) if playbook_task.installs(command) else ("", "")
+            bundle, bundle_digest = _bundle(variables) if command in playbook_task.INSTALLING else ("", "")
             request = playbook_task.task_request(
                 **{name: arguments[name] for name in _ARGUMENTS}, variables=variables, check=check,
                 diff=bool(self._task.diff), run_id=_run_id(), bundle=bundle, bundle_digest=bundle_digest,
-                now=time.time(),
+                upgrade=_flag(variables, playbook_task.UPGRADE_VARIABLE), now=time.time(),
             )  # fmt: skip
             # With connection: local a reboot ends this play.
             is_local = self._connection.transport == "local"
@@ -90,9 +90,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
-            if not check and (request.changes_the_host or playbook_task.installs(command)):
+            if not check and (request.changes_the_host or command in playbook_task.INSTALLING):
                 self._require_whole_domain(request, alone=arguments["this_run"])
-            self._bootstrap = boolean(variables.get(playbook_task.BOOTSTRAP_VARIABLE, False)) and not check
+            self._bootstrap = _flag(variables, playbook_task.BOOTSTRAP_VARIABLE) and not check
             if self._task.async_val:
                 job = self._begin_job(command, request)
                 if not self._task.poll:
@@ -414,6 +414,16 @@ def _named_python(value: object) -> str:
     """Return the interpreter that ansible_python_interpreter names, nothing where it is to be found out."""
     named = str(value or "")
     return "" if named.startswith("auto") else named
+
+
+def _flag(variables: dict[str, Any], name: str) -> bool:
+    """Return a variable of plays that is true or false."""
+    from gpuprov.protocol.errors import UsageError
+
+    try:
+        return bool(boolean(variables.get(name) or False))
+    except TypeError as error:
+        raise UsageError(f"{name} must be true or false", str(error), f"-e {name}=true, or leave it out") from None
 
 
 def _local_facts(task_vars: dict[str, Any]) -> dict[str, Any]:
