@@ -107,7 +107,7 @@ def parse_fingerprint(text: str) -> str:
     """Return a full fingerprint, as gpg prints it or without blanks. Raises GpuprovError (exit code 2) otherwise."""
     found = "".join(text.split()).upper()
     if not FINGERPRINT.fullmatch(found):
-        what = "--bundle-key takes a full fingerprint"
+        what = "the key of a bundle must be given by its full fingerprint"
         raise UsageError(what, f"{text!r} is not 40 (or 64) hexadecimal digits", "gpg --fingerprint NAME shows it")
     return found
 
@@ -115,7 +115,7 @@ def parse_fingerprint(text: str) -> str:
 def require_signed(system: System, bundle: OpenBundle, fingerprint: str) -> None:
     """Raise GpuprovError if the manifest is not signed by the key of this fingerprint."""
     if not bundle.contents.signature:
-        seen = f"it holds no signature, and --bundle-key asks for one by {fingerprint}"
+        seen = f"it holds no signature, and one by {fingerprint} is asked for"
         raise GpuprovError("the bundle is not signed", seen, "gpuprov bundle create --sign KEYID …")
     if SIGNING_KEY not in bundle.contents.offsets:
         raise GpuprovError("the bundle is signed but lacks the key", f"no {SIGNING_KEY} in it", "make it again")

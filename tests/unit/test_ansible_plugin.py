@@ -127,6 +127,14 @@ def test_a_variable_of_plays_is_true_as_ansible_says(plugin: ModuleType, value: 
         plugin._flag({"gpuprov_play_upgrade": "newest"}, "gpuprov_play_upgrade")
 
 
+def test_a_key_without_a_bundle_is_refused(plugin: ModuleType) -> None:
+    """As on the command line: packages would come from the network, by no such key."""
+    plugin._agent()
+    assert plugin._bundle({}) == ("", "")
+    with pytest.raises(UsageError, match="gpuprov_play_bundle_key needs gpuprov_play_bundle"):
+        plugin._bundle({"gpuprov_play_bundle_key": "A" * 40})
+
+
 def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: ModuleType) -> None:
     own = {"ansible_python_interpreter": "/controller/python"}
     other = {"ansible_python_interpreter": "/host/python"}

@@ -448,8 +448,12 @@ def _bundle(variables: dict[str, Any]) -> tuple[str, str]:
     """Return the bundle that the variables name, and its digest; one that is not right is refused before it travels."""
     from gpuprov.agent.playbook_task import BUNDLE_KEY_VARIABLE, BUNDLE_VARIABLE
     from gpuprov.bundle.open import digest_once
+    from gpuprov.protocol.errors import UsageError
 
     named, key = (str(variables.get(name) or "") for name in (BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE))
+    if key and not named:
+        what = f"{BUNDLE_KEY_VARIABLE} needs {BUNDLE_VARIABLE}"
+        raise UsageError(what, "", f"-e {BUNDLE_VARIABLE}=FILE; without a bundle packages come from the network")
     path = str(Path(named).expanduser().absolute()) if named else ""
     return (path, digest_once(path, key, Path(constants.DEFAULT_LOCAL_TMP))) if path else ("", "")
 
