@@ -39,10 +39,10 @@ def store_command(digest: str, *, by_root: bool = False) -> tuple[str, ...]:
     return ("sh", "-c", _STORE, "sh", digest, *(("root",) if by_root else ()))
 
 
-def require(done: Completed, what: str, next_step: str, *, ended: str = "") -> None:
+def require(done: Completed, what: str, next_step: str) -> None:
     """Raise GpuprovError if a command has failed. Where it had a terminal, its errors are in its output."""
     if not done.ok:
-        raise GpuprovError(what, ending(done, done.stdout.splitlines(), ended=ended), next_step)
+        raise GpuprovError(what, ending(done, done.stdout.splitlines()), next_step)
 
 
 def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
@@ -54,10 +54,8 @@ def agent_command(probe: Probe, digest: str) -> tuple[str, ...]:
     return ("sh", "-c", _RUN, "sh", digest, probe.python.path, stored)
 
 
-def unfinished_problem(
-    done: Completed, strays: list[str], *, lost: bool = False, ended: str = "", by_ansible: bool = False
-) -> Problem:
-    """Return why a run ended without a result. `lost`: the connection broke; `ended`: how it ended, in words.
+def unfinished_problem(done: Completed, strays: list[str], *, lost: bool = False, by_ansible: bool = False) -> Problem:
+    """Return why a run ended without a result. `lost`: the connection broke.
 
     `by_ansible`: Ansible dropped the line in which sudo names the refused command.
     """
@@ -75,9 +73,9 @@ def unfinished_problem(
         return Problem(what, seen, "on the host, as the user of ansible_user: sudo -l shows what it may run")
     if "ModuleNotFoundError" in done.stderr:
         step = "install the distribution's full package python3 (on Debian and Ubuntu, python3-minimal is not enough)"
-        return Problem("the host's Python lacks a part of its standard library", ending(done, ended=ended), step)
+        return Problem("the host's Python lacks a part of its standard library", ending(done), step)
     step = "run the same command again; it resumes that run"
-    return Problem("the agent ended without a result", ending(done, strays, ended=ended), step)
+    return Problem("the agent ended without a result", ending(done, strays), step)
 
 
 def require_root(done: Completed, user: str) -> None:
@@ -87,20 +85,20 @@ def require_root(done: Completed, user: str) -> None:
         raise UsageError(f"the task becomes {user}, and gpuprov requires root", ending(done), step)
 
 
-def no_probe_problem(done: Completed, *, ended: str = "", user: str = "") -> tuple[Problem, bool]:
+def no_probe_problem(done: Completed, user: str = "") -> tuple[Problem, bool]:
     """Return why a host accepted the login but did not answer the probe, and whether its account can't run commands."""
     if found := account_problem(done, user):
         return found, True
     return Problem(
-        "the host's shell does not answer as a shell should", ending(done, done.stdout.splitlines(), ended=ended),
+        "the host's shell does not answer as a shell should", ending(done, done.stdout.splitlines()),
         "is this a machine with a POSIX shell, and may this user run commands?",
     ), False  # fmt: skip
 
 
-def ending(done: Completed, output: list[str] | None = None, *, ended: str = "") -> str:
-    """Return how it ended (the exit code, if no word is given) and the last lines; the command is ours and long."""
+def ending(done: Completed, output: list[str] | None = None) -> str:
+    """Return how it ended (the exit code, if it has no word) and the last lines; the command is ours and long."""
     lines = (done.stderr.strip() or "\n".join(output or ()).strip()).splitlines()[-8:]
-    return "\n".join([ended or f"exit code {done.returncode}", *lines])
+    return "\n".join([done.ended or f"exit code {done.returncode}", *lines])
 
 
 # Firmware that checks two terabytes of memory takes its time.

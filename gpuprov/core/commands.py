@@ -45,13 +45,17 @@ _SILENT = re.compile(r"timed out|Connection re(fused|set)|(not |dis)connected")
 
 @dataclass(frozen=True)
 class Completed:
-    """The result of a command. `returncode`: 127 for no such program, 124 after its time limit, 128+N by signal N."""
+    """The result of a command. `returncode`: 127 for no such program, 124 after its time limit, 128+N by signal N.
+
+    `ended`: how it ended, in words, if not by itself.
+    """
 
     argv: tuple[str, ...]
     returncode: int
     stdout: str = ""
     stderr: str = ""
     seconds: float = 0.0
+    ended: str = ""
 
     @property
     def ok(self) -> bool:

@@ -36,12 +36,6 @@ _SLOWEST = 10_000  # bytes a second, over which the agent arrives in time
 _THROUGH, _ASKS = "gpuprov-sudo-through", "gpuprov-sudo-asks"
 # The line after which the output of a command begins.
 _BEGIN = "gpuprov-output"
-_ENDS = {
-    remote.CONNECTION_LOST: "the connection broke",
-    remote.TOO_MUCH: "too much output",
-    remote.SILENT: "no answer",
-    remote.KILLED: "killed by a signal",
-}
 
 
 def run_agent(
@@ -69,7 +63,7 @@ def run_agent(
     in_time = _PATIENCE + len(agent.content) / _SLOWEST
     if host.probe.agent_digest != agent.digest:
         store = shlex.join(push.store_command(agent.digest))
-        _require(remote.run(connection, store, agent.content, timeout=in_time), *push.NOT_STORED)
+        push.require(remote.run(connection, store, agent.content, timeout=in_time), *push.NOT_STORED)
     if request.bundle:
         request = replace(request, bundle=_upload_bundle(host, request, sink, host_timeout))
     read = EventReader()
@@ -87,15 +81,11 @@ def run_agent(
     done = run()
     if done.returncode == push.UNREADABLE:
         store_as_root = push.store_command(agent.digest, by_root=True)
-        _require(host.run(store_as_root, stdin=agent.content, timeout=in_time), *push.NOT_STORED)
+        push.require(host.run(store_as_root, stdin=agent.content, timeout=in_time), *push.NOT_STORED)
         done = run()
     if read.finished is None:
         raise GpuprovError.several((_unfinished_problem(done, list(read.strays)),))
     return read.finished
-
-
-def _require(done: Completed, what: str, next_step: str) -> None:
-    push.require(done, what, next_step, ended=_ENDS.get(done.returncode, ""))
 
 
 def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: float | None) -> str:
@@ -108,7 +98,7 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: fl
     asked = host.as_root(place.command(push.ASK_BUNDLE), (), lines.append, timeout=timeout)
     there = push.parse_stored(lines)
     if there is None:
-        raise GpuprovError("the host does not say what it has of the bundle", _ending(asked), "run it again")
+        raise GpuprovError("the host does not say what it has of the bundle", push.ending(asked), "run it again")
     size, whole = there
     if whole:
         return place.path
@@ -120,8 +110,8 @@ def _upload_bundle(host: RemoteSystem, request: Request, sink: Sink, timeout: fl
         stored = host.as_root(place.command(push.STORE_BUNDLE), content, lambda line: None, timeout=timeout)
     if stored.returncode == remote.CONNECTION_LOST:
         next_step = "run the same command again; it goes on where this one stopped"
-        raise GpuprovError("the connection dropped while the bundle was uploaded", _ending(stored), next_step)
-    _require(stored, *push.NO_ROOM)
+        raise GpuprovError("the connection dropped while the bundle was uploaded", push.ending(stored), next_step)
+    push.require(stored, *push.NO_ROOM)
     return place.path
 
 
@@ -129,7 +119,7 @@ def _bootstrap(host: RemoteSystem, request: Request) -> None:
     output: list[str] = []
     command, stdin = ("sh", "-c", probe.bootstrap_script(host.probe)), (probe.bootstrap_input(request.spec),)
     done = host.as_root(command, stdin, output.append, timeout=_BOOTSTRAP_PATIENCE)
-    _require(replace(done, stdout="\n".join(output[-5:])), *probe.NOT_BOOTSTRAPPED)
+    push.require(replace(done, stdout="\n".join(output[-5:])), *probe.NOT_BOOTSTRAPPED)
 
 
 class RemoteSystem(System):
@@ -153,11 +143,9 @@ class RemoteSystem(System):
             if "ChannelException" in done.stderr:
                 what, step = "but opens no session", "on the host: sshd -T | grep -i maxsessions"
             what = f"the host accepts the login, {what}"
-            raise GpuprovError(what, _ending(done), step, exit_code=ExitCode.UNREACHABLE)
+            raise GpuprovError(what, push.ending(done), step, exit_code=ExitCode.UNREACHABLE)
         if found is None:
-            problem, no_login = push.no_probe_problem(
-                done, ended=_ENDS.get(done.returncode, ""), user=self._target.user
-            )
+            problem, no_login = push.no_probe_problem(done, self._target.user)
             code = ExitCode.UNREACHABLE if no_login else ExitCode.FAILED
             raise GpuprovError.several((problem,), exit_code=code)
         refused = probe.probe_problem(
@@ -195,7 +183,7 @@ class RemoteSystem(System):
         if not through:
             # Of the prompt's second line, which sudo-rs ends in its own way.
             lines = (line.removeprefix(".").removeprefix("] Password:").strip() for line in done.stderr.splitlines())
-            output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or _ending(done)
+            output = "\n".join(line for line in lines if line and not line.endswith(_ASKS)) or push.ending(done)
             if questions > 1 or "incorrect password" in output:
                 step = "correct ansible_become_password; with -K, type the password by which this user's sudo asks"
                 raise GpuprovError("sudo on the host refuses the password", output, step)
@@ -216,7 +204,7 @@ class RemoteSystem(System):
         if on_line is not None:
             for line in lines[begin:]:
                 on_line(line)
-        return Completed(tuple(argv), done.returncode, "".join(f"{line}\n" for line in lines[begin:]), done.stderr)
+        return replace(done, argv=tuple(argv), stdout="".join(f"{line}\n" for line in lines[begin:]))
 
     def read_bytes(self, path: str) -> bytes | None:
         """Return a file's content, None if there is none."""
@@ -245,11 +233,4 @@ def _unfinished_problem(done: Completed, strays: list[str]) -> Problem:
     if done.returncode == remote.TOO_MUCH:
         step = "look what its shell and its Python print: ssh HOST true; ssh HOST python3 -c pass"
         return Problem("the host sends no events but a flood", last_line, step)
-    return push.unfinished_problem(
-        done, strays, lost=done.returncode == remote.CONNECTION_LOST, ended=_ENDS.get(done.returncode, "")
-    )
-
-
-def _ending(done: Completed) -> str:
-    """Return how the command ended and its last lines, without the long command itself."""
-    return push.ending(done, ended=_ENDS.get(done.returncode, ""))
+    return push.unfinished_problem(done, strays, lost=done.returncode == remote.CONNECTION_LOST)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from gpuprov.core.commands import Completed
+from gpuprov.protocol.dataclass import replace
 
 if TYPE_CHECKING:
     from fabric import Connection
@@ -28,6 +29,10 @@ CONNECTION_LOST = 255
 TOO_MUCH = 254
 SILENT = 253
 KILLED = 128  # by a signal; paramiko does not say which
+_ENDS = {
+    CONNECTION_LOST: "the connection broke", TOO_MUCH: "too much output", SILENT: "no answer",
+    KILLED: "killed by a signal",
+}  # fmt: skip
 
 
 class TooMuchError(Exception):
@@ -49,7 +54,7 @@ def run(connection: Connection, command: str, stdin: bytes = b"", *, timeout: fl
     """Run a command to its end. `returncode` is one of the constants above if it does not reach its end."""
     output: list[str] = []
     done = stream(connection, command, output.append, stdin=(stdin,), timeout=timeout, most=_MOST_OF_A_SHORT_COMMAND)
-    return Completed((command,), done.returncode, "".join(f"{line}\n" for line in output), done.stderr)
+    return replace(done, stdout="".join(f"{line}\n" for line in output))
 
 
 def stream(
@@ -96,7 +101,7 @@ def stream(
         with contextlib.suppress(OSError, EOFError, SSHException):
             if channel is not None:
                 channel.close()
-    return Completed((command,), code, "", "\n".join(errors))
+    return Completed((command,), code, "", "\n".join(errors), ended=_ENDS.get(code, ""))
 
 
 def _session(connection: Connection) -> Any:
