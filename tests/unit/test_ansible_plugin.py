@@ -115,6 +115,12 @@ def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, 
     assert plugin._named_python(value) == named
 
 
+def test_ansibles_settings_name_a_python(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`interpreter_python` of ansible.cfg, as for Ansible's own modules and on the command line."""
+    monkeypatch.setattr(plugin.constants, "INTERPRETER_PYTHON", "/opt/python3.12")
+    assert [plugin._named_python(value) for value in (None, "auto", "/p")] == ["/opt/python3.12", "", "/p"]
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(True, True), ("y", True), ("on", True), (1, True), ("no", False), ("", False), (None, False)],

@@ -411,8 +411,8 @@ def _connection_variables(task_vars: dict[str, Any], delegate: str | None) -> di
 
 
 def _named_python(value: object) -> str:
-    """Return the interpreter that ansible_python_interpreter names, nothing where it is to be found out."""
-    named = str(value or "")
+    """Return the interpreter that the variable or Ansible's settings name, nothing where it is to be found out."""
+    named = str(value or getattr(constants, "INTERPRETER_PYTHON", None) or "")
     return "" if named.startswith("auto") else named
 
 
