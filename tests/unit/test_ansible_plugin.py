@@ -150,6 +150,28 @@ def test_a_delegated_task_heeds_the_variables_of_the_host_it_goes_to(plugin: Mod
     assert plugin._connection_variables(own, "other") == {}
 
 
+@pytest.mark.parametrize("become", [None, "env password"])
+def test_every_password_of_the_connection_is_hidden(plugin: ModuleType, become: str | None) -> None:
+    """Those of all plugins, and what ANSIBLE_BECOME_PASS has; a host is told one of them."""
+
+    def template(value: str) -> str:
+        if "{{" in value:
+            raise plugin.AnsibleError("'vault_password' is undefined")
+        return value
+
+    names = ("ansible_password", "ansible_ssh_pass", "ansible_su_pass", "ansible_paramiko_password",
+             "ansible_private_key_passphrase")  # fmt: skip
+    variables = {**{name: f"of {name}" for name in names}, "ansible_winrm_password": "{{ vault_password }}"}
+    variables |= {"ansible_user": "ops", "passwords": "none"}
+    asked = SimpleNamespace(get_option=lambda name, playcontext: become) if become else None
+    task = SimpleNamespace(
+        _task_vars=variables, _task=SimpleNamespace(delegate_to=None), _templar=SimpleNamespace(template=template),
+        _connection=SimpleNamespace(become=asked), _play_context=SimpleNamespace(password="typed", become_pass=None),
+    )  # fmt: skip
+    expected = {"typed", *(f"of {name}" for name in names), *filter(None, (become,))}
+    assert set(plugin.ActionModule._passwords(task)) == expected
+
+
 def test_a_template_without_a_value_names_the_variable_and_what_to_do(plugin: ModuleType) -> None:
     def template(value: str) -> str:
         raise plugin.AnsibleError("'site' is undefined")
@@ -224,17 +246,17 @@ def test_a_fourth_reboot_fails_the_task(plugin: ModuleType, reboots: int, failed
 def test_what_a_login_shell_prints_is_no_boot(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     answers, asked = ["boot-1", "boot-2", "offline", "lost", "boot-2", "running"], []
 
-    def execute(command: str, *, sudoable: bool) -> dict[str, Any]:
+    def on_host(command: str, stdin: bytes) -> Completed:
         # Neither ~/.bashrc ends its line, nor may a unit that never starts hold up the play.
         asked.append(command.removeprefix("echo; ").split()[0])
         ended = "\n" if command.startswith("echo; ") else ""
         if answers[0] == "lost":  # sshd restarts late in a boot
             raise plugin.AnsibleError(answers.pop(0))
-        return {"rc": 0, "stdout": f"welcome to gpu01{ended}{answers.pop(0)}\n", "stderr": ""}
+        return Completed((command,), 0, f"welcome to gpu01{ended}{answers.pop(0)}\n")
 
     monkeypatch.setattr(plugin.time, "sleep", lambda seconds: None)
     connection = SimpleNamespace(reset=lambda: None)
-    task = SimpleNamespace(_connection=connection, _low_level_execute_command=execute)
+    task = SimpleNamespace(_connection=connection, _on_host=on_host)
     plugin.ActionModule._wait_for_boot(task, "boot-1")
     assert (answers, asked) == ([], ["cat", "cat", "timeout", "cat", "cat", "timeout"])
 

@@ -6,11 +6,13 @@ checked. gpuprov/agent/playbook_task.py makes the request and reads the answer; 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import io
 import os
 import platform
+import re
 import secrets
 import shlex
 import shutil
@@ -34,10 +36,8 @@ _HERE = Path(__file__).resolve()
 _CARRIED = _HERE.parents[2] / "files" / "gpuprov-agent.pyz"
 _CLONE = _HERE.parents[3]
 _PAUSE_SECONDS = 3.0
-_PASSWORDS = (
-    "ansible_password", "ansible_ssh_pass", "ansible_ssh_password", "ansible_become_pass", "ansible_become_password",
-    "ansible_sudo_pass",
-)  # fmt: skip
+# Each plugin has its own: ansible_ssh_pass, ansible_su_pass, ansible_paramiko_password, ansible_private_key_passphrase.
+_PASSWORD = re.compile(r"ansible_(\w+_)?pass(word|phrase)?")
 # A job whose time is over ends between two changes.
 _GRACE_SECONDS = 30.0
 # ssh's own lines (ssh_config(5)); in stderr they would stand among the host's.
@@ -84,9 +84,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 diff=bool(self._task.diff), run_id=_run_id(), bundle=bundle, bundle_digest=bundle_digest,
                 upgrade=_flag(variables, playbook_task.UPGRADE_VARIABLE), now=time.time(),
             )  # fmt: skip
-            # With connection: local a reboot ends this play.
-            is_local = self._connection.transport == "local"
-            request = request.sent(here=is_local, alone=len(self._task_vars["ansible_play_hosts_all"]) == 1)
+            is_local, hosts = self._connection.transport == "local", self._task_vars["ansible_play_hosts_all"]
+            request = request.sent(here=is_local, alone=len(hosts) == 1)
             skipped = playbook_task.skipped_in_check_mode(command) if check else None
             if skipped is not None:
                 return {**result, **skipped}
@@ -187,10 +186,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _passwords(self) -> tuple[str, ...]:
         """Return the passwords of the connection, which a host is told and may print."""
-        variables = _connection_variables(self._task_vars, self._task.delegate_to)
-        named = [self._templar.template(variables[name]) for name in _PASSWORDS if variables.get(name)]
-        typed = (self._play_context.password, self._play_context.become_pass)
-        return tuple(str(word) for word in (*named, *typed) if word)
+        variables, become = _connection_variables(self._task_vars, self._task.delegate_to), self._connection.become
+        found = [self._play_context.password, self._play_context.become_pass]
+        if become is not None:  # of Ansible's settings too
+            found.append(become.get_option("become_pass", playcontext=self._play_context))
+        for name in filter(_PASSWORD.fullmatch, variables):
+            with contextlib.suppress(AnsibleError):  # of a plugin that is not used
+                found.append(self._templar.template(variables[name]))
+        return tuple(str(word) for word in found if word)
 
     def _begin_job(self, command: str, request: Any) -> Any:
         """Let the agent continue without the connection (`async`), and return the Job."""
@@ -338,19 +341,14 @@ class ActionModule(ActionBase):  # type: ignore[misc]
     def _wait_for_boot(self, left: str) -> None:
         """Return once the host is up in another boot than the one it has left."""
         from gpuprov.agent.push import BOOT_SECONDS, not_up
-        from gpuprov.core.commands import Completed
         from gpuprov.protocol.errors import ExitCode, GpuprovError
-
-        def run(command: str, timeout: float) -> Completed:
-            done = self._low_level_execute_command(command, sudoable=False)
-            return Completed((command,), done["rc"], done["stdout"], done["stderr"])
 
         deadline, seen = time.monotonic() + BOOT_SECONDS, ""
         while time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
             try:
                 self._connection.reset()
-                seen = not_up(left, run)
+                seen = not_up(left, lambda command, timeout: self._on_host(command, b""))
             except AnsibleError as error:
                 seen = str(error)  # it is down, or not up yet
             if not seen:
@@ -399,10 +397,9 @@ class ActionModule(ActionBase):  # type: ignore[misc]
                 local.flush()
                 self._transfer_file(local.name, remote)
             line = f"{command} < {shlex.quote(remote)}"
-            done: dict[str, Any] = self._low_level_execute_command(line, sudoable=become)
+            return dict(self._low_level_execute_command(line, sudoable=become))
         finally:
             self._remove_tmp_path(folder)
-        return done
 
 
 def _connection_variables(task_vars: dict[str, Any], delegate: str | None) -> dict[str, Any]:
@@ -452,8 +449,7 @@ def _bundle(variables: dict[str, Any]) -> tuple[str, str]:
 
     named, key = (str(variables.get(name) or "") for name in (BUNDLE_VARIABLE, BUNDLE_KEY_VARIABLE))
     if key and not named:
-        what = f"{BUNDLE_KEY_VARIABLE} needs {BUNDLE_VARIABLE}"
-        raise UsageError(what, "", f"-e {BUNDLE_VARIABLE}=FILE; without a bundle packages come from the network")
+        raise UsageError(f"{BUNDLE_KEY_VARIABLE} needs {BUNDLE_VARIABLE}", "", f"add -e {BUNDLE_VARIABLE}=FILE")
     path = str(Path(named).expanduser().absolute()) if named else ""
     return (path, digest_once(path, key, Path(constants.DEFAULT_LOCAL_TMP))) if path else ("", "")
 
