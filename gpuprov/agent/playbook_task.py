@@ -73,7 +73,7 @@ def task_request(
 
 def for_a_job(request: Request) -> Request:
     """Return the request for a host that nobody waits for (`async`). Raises GpuprovError if the host may reboot."""
-    if request.spec.get("reboot") == "if-needed" or "reboot" in request.allow:
+    if request.changes_the_host and (request.spec.get("reboot") == "if-needed" or "reboot" in request.allow):
         what = "a task with async can't wait for a reboot, which gpuprov_reboot: if-needed and allow: [reboot] permit"
         raise UsageError(what, "", "take async from the task (it waits by itself), or do not permit the reboot")
     return replace(request, caller_returns=False)

@@ -15,6 +15,7 @@ from gpuprov.agent.playbook_task import (
     BUNDLE_VARIABLE,
     TASK_COMMANDS,
     failure,
+    for_a_job,
     job_result,
     left_boot,
     one_line,
@@ -89,6 +90,28 @@ def test_an_option_goes_to_its_commands(options: Any, fields: dict[str, Any], co
         found = {name: getattr(request, name) for name in fields}
         assert found == (fields if command in commands.split() else usual)
         assert request_from_line(dump(request)) == request
+
+
+_REBOOTS = {"gpuprov_reboot": "if-needed"}
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "options", "refused"),
+    [
+        ("install", _REBOOTS, {}, True), ("install", {}, {}, False), ("install", _REBOOTS, {"check": True}, False),
+        ("verify", _REBOOTS, {}, False), ("facts", _REBOOTS, {}, False), ("doctor", {}, {"allow": ["reboot"]}, False),
+        ("doctor", {}, {"allow": ["reboot"], "fix": True}, True),
+    ],
+)  # fmt: skip
+def test_only_a_job_that_may_reboot_its_host_is_refused(
+    command: str, variables: dict[str, Any], options: dict[str, Any], *, refused: bool
+) -> None:
+    request = task_request(command, variables, **options)
+    if refused:
+        with pytest.raises(UsageError, match="can't wait for a reboot"):
+            for_a_job(request)
+    else:
+        assert not for_a_job(request).caller_returns
 
 
 def test_requests_of_earlier_versions_are_read() -> None:

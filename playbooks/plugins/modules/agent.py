@@ -82,7 +82,8 @@ attributes:
     description: Shows the plan's diffs.
   async:
     support: partial
-    description: Not with C(gpuprov_reboot=if-needed) or a reboot in I(allow), for which the plugin itself waits.
+    description: >-
+      Not if the task may reboot the host (C(gpuprov_reboot=if-needed), I(allow)), for which the plugin itself waits.
 """
 
 EXAMPLES = r"""
