@@ -182,7 +182,8 @@ def parse_spec(values: Mapping[str, Any], origin: str = "", tables: Tables = PAC
         loaded: HostSpec = _SCHEMA().load({key: _finite(key, value, origin) for key, value in values.items()})
     except ValidationError as error:
         wrong = check.flat(error.messages)
-        problems = tuple(check.problem_of(*one, values, origin, option_names()) for one in wrong)
+        known = (*option_names(), *(one[len(PREFIX) :] for one in PLAY_VARIABLES))
+        problems = tuple(check.problem_of(*one, values, origin, known) for one in wrong)
         raise UsageError.several(problems) from None
     return replace(loaded, driver_version=_driver_version(loaded, origin, tables))
 

@@ -102,6 +102,12 @@ def test_only_our_own_inventory_variables_count() -> None:
     assert spec_from_variables({"ansible_host": "x", "gpuprov_driver": "preinstalled"}).driver == "preinstalled"
 
 
+def test_a_misspelt_variable_of_plays_is_recognised() -> None:
+    with pytest.raises(GpuprovError, match="there is no variable gpuprov_play_bundel") as caught:
+        spec_from_variables({"gpuprov_play_bundel": "b.tar"})
+    assert caught.value.problems[0].next_step == "did you mean gpuprov_play_bundle?"
+
+
 def test_every_option_has_a_text_and_every_text_an_option() -> None:
     texts = packaged("options")["texts"]
     assert set(texts) == set(option_names()), "next: a text in gpuprov/protocol/options.json for each field of HostSpec"
