@@ -100,8 +100,8 @@ class DockerLike:
             full = re.search("no space left on device|disk quota exceeded", done.stderr, re.IGNORECASE)
             room = f"make room where {self.name} keeps images: {self.name} system df"
             usable = system.run((self.name, "info"), timeout=_LIST_SECONDS).ok
-            step = room if full else "give one with --image" if usable else f"{self.name} info; correct what it names"
-            raise GpuprovError("the verification image can't be built", done.evidence(4), step)
+            other = "set gpuprov_verify_image" if usable else f"{self.name} info; correct what it names"
+            raise GpuprovError("the verification image can't be built", done.evidence(4), room if full else other)
         # Of an older C library.
         for old in listed:
             system.run((self.name, "rmi", old))
@@ -308,7 +308,7 @@ def _files(system: System) -> dict[str, bytes]:
     needed = {path for path in re.findall(r"=> (/\S+)", listed) if "nvidia" not in path}
     folder = next((path.rpartition("/")[0] for path in needed if path.endswith("/libc.so.6")), "")
     if not folder:
-        raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "give an image with --image")
+        raise GpuprovError("the host's C library was not found", f"ldd: {listed[:200]}", "set gpuprov_verify_image")
     needed |= {f"{folder}/{name}" for name in LIBRARIES if system.exists(f"{folder}/{name}")}
     # The loader's path stands in the programs themselves: without an arrow in ldd's list.
     for path in needed | set(re.findall(r"^\s+(/\S*ld-\S+) \(", listed, re.MULTILINE)):
@@ -319,7 +319,7 @@ def _files(system: System) -> dict[str, bytes]:
 def _content(system: System, path: str) -> bytes:
     content = system.read_bytes(system.real_path(path))
     if content is None:
-        raise GpuprovError(f"{path} can't be read", "", "give an image with --image")
+        raise GpuprovError(f"{path} can't be read", "", "set gpuprov_verify_image")
     return content
 
 

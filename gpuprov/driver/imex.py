@@ -83,7 +83,7 @@ def problems(driver: DriverSource) -> tuple[Problem, ...]:
     if driver.spec.imex != _SERVICE or (driver.spec.imex_nodes and driver.facts.image is None):
         return ()
     seen = "gpuprov_imex is service; there is no gpuprov_imex_domain, or gpuprov_target is image"
-    step = "set gpuprov_imex_domain in the inventory of the machines, and run with --hosts; or gpuprov_imex_nodes"
+    step = "set gpuprov_imex_domain in the inventory of the machines, and run over that; or gpuprov_imex_nodes"
     return (Problem("the nodes of this host's IMEX domain are not known", seen, step),)
 
 

@@ -132,7 +132,9 @@ def test_a_full_disk_asks_for_room_and_not_for_another_image(monkeypatch: pytest
     assert refused(DOCKER.image, full).next_step.endswith("docker system df")
 
 
-@pytest.mark.parametrize(("info", "step"), [(0, "give one with --image"), (125, "podman info; correct what it names")])
+@pytest.mark.parametrize(
+    ("info", "step"), [(0, "set gpuprov_verify_image"), (125, "podman info; correct what it names")]
+)
 def test_an_engine_that_takes_no_image_at_all_is_to_be_corrected(
     monkeypatch: pytest.MonkeyPatch, info: int, step: str
 ) -> None:
