@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields
@@ -94,7 +95,7 @@ _OF_PLAYS_ALONE = {"gpuprov_play_hosts", "gpuprov_play_container"}
 
 
 def test_each_option_has_its_variable_and_each_variable_its_option() -> None:
-    """Whoever adds one decides what the other way to hosts has for it."""
+    """A new one is to have its counterpart in the other way to hosts."""
     assert {one.name for one in fields(Options) if FLAG in one.metadata} == set(_IN_PLAYBOOKS)
     variables = {name for name in _IN_PLAYBOOKS.values() if name.startswith("gpuprov_play_")}
     assert variables | _OF_PLAYS_ALONE == PLAY_VARIABLES
@@ -117,3 +118,16 @@ def test_each_task_that_may_begin_to_change_a_host_heeds_the_window() -> None:
         for own in (task["gpuprov.host.agent"] for task in tasks):
             may_change = own["command"] in ("plan", "rollback", "uninstall") or "fix" in own
             assert ("gpuprov_play_window" in own.get("window", "")) == may_change, path
+
+
+def test_docs_say_what_the_options_in_messages_of_hosts_are_in_a_playbook() -> None:
+    folders = ("agent", "boot", "checks", "doctor", "driver", "engines", "facts", "plan", "protocol")
+    every = (path for name in folders for path in (REPOSITORY / "gpuprov" / name).rglob("*"))
+    files = (path for path in every if path.suffix in (".py", ".json"))
+    told = re.compile(r"(?:`|\")gpuprov (?:install|verify|rollback|doctor)((?: --[a-z-]+)+)|needs (--[a-z]+)")
+    found = {word for path in files for one in told.findall(path.read_text()) for word in " ".join(one).split()}
+    page = (PLAYBOOKS.parent / "docs/ansible.md").read_text()
+    explained = set(re.findall(r"--[a-z-]+", page.split("## Next steps in messages")[1].split("\n## ")[0]))
+    assert {"--upgrade", "--remember", "--allow"} <= found
+    # Images are made without playbooks' help in a Containerfile, and a report of a fault is for the project.
+    assert found - {"--image", "--json", "--kubernetes"} <= explained
