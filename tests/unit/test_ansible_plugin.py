@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -289,6 +290,20 @@ def test_a_request_reaches_the_agent_beside_a_password(
     task._low_level_execute_command = lambda *_, **__: {**done, "stdout": "pipe"}
     task._with_file = lambda *_, **__: {**done, "stdout": "file"}
     assert plugin.ActionModule._on_host(task, "agent", b"request", become=bool(method)).stdout == how
+
+
+def test_a_probe_tries_no_sudo(plugin: ModuleType) -> None:
+    """Ansible becomes root itself, maybe by su; a host would log a refusal for each task, and mail it."""
+    asked: list[str] = []
+
+    def on_host(command: str, stdin: bytes) -> Completed:
+        asked.extend(shlex.split(command))
+        return Completed((), 0, "gpuprov-probe 1\nsystem Linux x86_64\nuid 1000\nend\n")
+
+    plugin._agent()
+    task = SimpleNamespace(_digest="d", _on_host=on_host)
+    assert plugin.ActionModule._probe(task, "/usr/bin/python3").uid == 1000
+    assert asked == ["sh", "-s", "d", ":", "/usr/bin/python3"]
 
 
 def test_a_become_user_who_is_not_root_is_named(plugin: ModuleType) -> None:

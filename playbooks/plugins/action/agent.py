@@ -250,8 +250,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         for one in request.runs():
             found = self._ask(one)
             events += found
-            left = left_boot(found)
-            if not left:
+            if not (left := left_boot(found)):
                 break
             self._wait_for_boot(left)
         return events
@@ -364,7 +363,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.agent.push import no_probe_problem
         from gpuprov.protocol.errors import GpuprovError
 
-        done = self._on_host(probe_command(self._digest, named_python), PROBE.encode())
+        # Ansible becomes root in its own way: no sudo is tried, which hosts log as a refusal.
+        done = self._on_host(probe_command(self._digest, named_python, sudo=":"), PROBE.encode())
         probe = parse_probe(done.stdout)
         if probe is None:
             raise GpuprovError.several((no_probe_problem(done)[0],))
