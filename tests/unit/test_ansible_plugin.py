@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import zipfile
+from dataclasses import fields
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from ansible.vars.hostvars import HostVars
 from ansible.vars.manager import VariableManager
 from jinja2 import ChainableUndefined, Environment
 
-from gpuprov.agent.playbook_task import TASK_COMMANDS, task_result
+from gpuprov.agent.playbook_task import TASK_COMMANDS, TaskResult, task_result
 from gpuprov.agent.probe import Probe, Python
 from gpuprov.cli.playbooks import write_playbooks
 from gpuprov.core.commands import Completed
@@ -187,6 +188,20 @@ def test_a_template_without_a_value_names_the_variable_and_what_to_do(plugin: Mo
 def test_ansible_doc_knows_every_command() -> None:
     documentation = yaml.safe_load(loaded(PLAYBOOKS / "plugins/modules/agent.py").DOCUMENTATION)
     assert set(TASK_COMMANDS) <= set(documentation["options"]["command"]["choices"])
+
+
+def test_ansible_doc_knows_what_a_task_takes_and_what_it_returns(plugin: ModuleType) -> None:
+    module = loaded(PLAYBOOKS / "plugins/modules/agent.py")
+    kept = ("type", "default", "elements")
+    options = yaml.safe_load(module.DOCUMENTATION)["options"]
+    documented = {name: {key: one[key] for key in kept if key in one} for name, one in options.items()}
+    assert documented == {
+        name: {key: one[key] for key in kept if key in one} for name, one in plugin._ARGUMENTS.items()
+    }
+    assert options["allow"]["choices"] == plugin._ARGUMENTS["allow"]["choices"]
+    # Ansible documents its own.
+    own = {"failed", "changed", "msg", "diff", "warnings", "facts"}
+    assert {one.name for one in fields(TaskResult)} - own == set(yaml.safe_load(module.RETURN))
 
 
 def test_the_collection_holds_what_the_clone_holds_and_the_agent(tmp_path: Path) -> None:
