@@ -86,16 +86,11 @@ def skipped_in_check_mode(command: str) -> dict[str, Any] | None:
     return {"skipped": True, "msg": f"check mode: {command} is left out, it starts containers"}
 
 
-def split_output(text: str) -> tuple[tuple[Event, ...], list[str]]:
-    """Return the events in the agent's output, and the last other lines. Raises GpuprovError (EventReader)."""
+def split_output(text: str) -> tuple[tuple[Event, ...], Finished | None, list[str]]:
+    """Return the events of the agent's output, the last of them, and the last other lines. Raises GpuprovError."""
     read = EventReader()
     events = tuple(event for line in text.splitlines() if (event := read(line)) is not None)
-    return events, list(read.strays)
-
-
-def left_boot(events: Iterable[Event]) -> str:
-    """Return the id of the boot that a reboot by gpuprov ends, "" if the host stays up; more events may follow it."""
-    return next((event.left_boot for event in events if isinstance(event, Finished)), "")
+    return events, read.finished, list(read.strays)
 
 
 def one_line(result: Mapping[str, Any]) -> str:

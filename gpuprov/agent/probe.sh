@@ -1,5 +1,5 @@
 # What a controller learns of a host in the first round trip; parse_probe (probe.py) reads the answer.
-# sh reads this on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest, $2 is sudo or `:`;
+# sh reads this on stdin, so the login shell (fish, csh) need not understand it. $1 is the agent's digest, $2 sudo or `:`;
 # the interpreters to try follow. Every argument has passed an allow-list. Root will run the Python found here, so
 # another user's own PATH does not count, $system does: PATH may begin with a folder that any process of that user can
 # write to.

@@ -26,7 +26,7 @@ from gpuprov.protocol.dataclass import dataclass, field, replace
 from gpuprov.protocol.errors import GpuprovError, UsageError, from_os_error
 from gpuprov.protocol.secrets import masked_settings
 from gpuprov.protocol.spec import HostSpec, has_long_number, spec_from_variables
-from gpuprov.protocol.spec_fields import PREFIX
+from gpuprov.protocol.spec_fields import PREFIX, checked_python
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,6 @@ def _is_plain(value: object) -> bool:
 
 
 _CONNECTIONS = {"ssh": "ssh", "smart": "ssh", "paramiko": "ssh", "paramiko_ssh": "ssh", "local": "local"}
-_PYTHON = re.compile(r"[A-Za-z0-9/._+-]*")
 # Beside Ubuntu's sudo-rs lies the older sudo, as sudo.ws.
 _SUDO = re.compile(r"(/[A-Za-z0-9/._+-]*/)?sudo([.-](ws|rs))?|")
 _ADDRESS = re.compile(r"[\w.:%-]+")
@@ -435,8 +434,7 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         method, exe = method or configured("DEFAULT_BECOME_METHOD"), exe or configured("DEFAULT_BECOME_EXE")
     arguments = arguments or SshArguments()
     known = _CONNECTIONS.get(connection.rsplit(".", 1)[-1], "")
-    python = given["python"] or configured("INTERPRETER_PYTHON")
-    python = "" if python.startswith("auto") else python
+    python = checked_python(given["python"] or configured("INTERPRETER_PYTHON"))
     is_port = re.fullmatch("[0-9]{1,5}|", port) and int(port or 1) in range(1, 65536)
     for text, is_valid, what, next_step in (
         # An address becomes a pattern in an SSH configuration, and Fabric splits text such as user@host:port.
@@ -454,8 +452,6 @@ def target_from_variables(name: str, values: Mapping[str, Any], arguments: SshAr
         (exe, _SUDO.fullmatch(exe), "gpuprov becomes root by sudo, not by ansible_become_exe",
          "if sudo works too: -e ansible_become_exe=sudo; else log in as root: -e ansible_user=root"),
         (connection, known, "ansible_connection must be ssh or local", "leave it out: ssh is the default"),
-        (python, _PYTHON.fullmatch(python), "ansible_python_interpreter is not the path of a program",
-         "a path such as /usr/bin/python3, or leave it out"),
     ):  # fmt: skip
         if not is_valid:
             raise UsageError(what, repr(text), next_step)

@@ -64,10 +64,8 @@ class Request:
         return changing and not self.check
 
     def sent(self, *, here: bool, alone: bool) -> "Request":
-        """Return the request for a machine; `here`: it is the caller's own; `alone`: it is the only one of the run.
-
-        The caller's must not reboot while it runs others: their runs would end with it. A run can return to others.
-        """
+        """Return the request for a machine; `here`: it is the caller's own; `alone`: it is the only one of the run."""
+        # The caller's must not reboot while it runs others: their runs would end with it. A run can return to others.
         if here and not alone:
             allow = tuple(one for one in self.allow if one != "reboot")
             return replace(self, spec={**self.spec, "reboot": "never"}, allow=allow, caller_returns=False)

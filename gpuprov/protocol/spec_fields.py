@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any, ClassVar
@@ -10,7 +11,7 @@ from typing import Any, ClassVar
 from marshmallow import Schema, ValidationError, post_load, validate
 from marshmallow import fields as schema_fields
 
-from gpuprov.protocol.errors import Problem
+from gpuprov.protocol.errors import Problem, UsageError
 from gpuprov.protocol.secrets import masked
 from gpuprov.protocol.tables import PACKAGED, packaged
 
@@ -190,6 +191,14 @@ class StrictBoolean(schema_fields.Boolean):
         if not isinstance(value, (bool, str)):
             raise self.make_error("invalid", input=value)
         return bool(super()._deserialize(value, attr, data, **kwargs))  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def checked_python(named: str) -> str:
+    """Return the interpreter that an inventory names, "" where it is to be found out. Raises UsageError."""
+    if not re.fullmatch("[A-Za-z0-9/._+-]*", named):
+        step = "a path such as /usr/bin/python3, or leave it out"
+        raise UsageError("ansible_python_interpreter is not the path of a program", repr(named), step)
+    return "" if named.startswith("auto") else named
 
 
 def flat(messages: Any, path: str = "") -> list[tuple[str, str]]:

@@ -131,7 +131,7 @@ def lines(text: str, exit_code: int) -> str:
 
 def job_result(text: str) -> dict[str, Any]:
     """Return a job's file as an agent writes it, the text and the keys wherever a host may write."""
-    read, _ = split_output(lines(text, 0))
+    read, *_ = split_output(lines(text, 0))
     keys = {key: value for key, value in internal_keys().items() if key not in ("started", "failed", "changed")}
     return {**keys, **task_result("facts", read).answer(keys), "warnings": [text], "changes": []}
 

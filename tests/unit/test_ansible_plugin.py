@@ -114,11 +114,13 @@ def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) ->
     ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11", "/usr/bin/python3.11")]
 )
 def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
+    plugin._agent()
     assert plugin._named_python(value) == named
 
 
 def test_ansibles_settings_name_a_python(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """`interpreter_python` of ansible.cfg, as for Ansible's own modules and on the command line."""
+    plugin._agent()
     monkeypatch.setattr(plugin.constants, "INTERPRETER_PYTHON", "/opt/python3.12")
     assert [plugin._named_python(value) for value in (None, "auto", "/p")] == ["/opt/python3.12", "", "/p"]
 
@@ -133,6 +135,13 @@ def test_a_variable_of_plays_is_true_as_ansible_says(plugin: ModuleType, value: 
     assert not plugin._flag({}, "gpuprov_play_upgrade")
     with pytest.raises(UsageError, match="gpuprov_play_upgrade must be true or false"):
         plugin._flag({"gpuprov_play_upgrade": "newest"}, "gpuprov_play_upgrade")
+
+
+def test_a_command_in_the_place_of_a_python_is_refused(plugin: ModuleType) -> None:
+    """The probe took each of its words for a program, and proposed to install again what has files of its name."""
+    plugin._agent()
+    with pytest.raises(UsageError, match="ansible_python_interpreter is not the path of a program"):
+        plugin._named_python("/usr/bin/env python3")
 
 
 def test_a_key_without_a_bundle_is_refused(plugin: ModuleType) -> None:
@@ -246,11 +255,11 @@ def test_a_fourth_reboot_fails_the_task(plugin: ModuleType, reboots: int, failed
     """As on the command line: the host is told to stay up, and says what needs a reboot."""
     waited: list[str] = []
 
-    def ask(request: Request) -> tuple[Finished]:
-        if len(waited) == reboots:
-            return (Finished(int(ExitCode.DONE)),)
+    def ask(request: Request) -> tuple[tuple[Finished], Finished]:
         boot = "boot" if request.spec["reboot"] != "never" else ""
-        return (Finished(int(ExitCode.REBOOT_NEEDED), left_boot=boot, summary="nouveau is loaded"),)
+        asks = Finished(int(ExitCode.REBOOT_NEEDED), left_boot=boot, summary="nouveau is loaded")
+        finished = Finished(int(ExitCode.DONE)) if len(waited) == reboots else asks
+        return (finished,), finished
 
     plugin._agent()
     task = SimpleNamespace(_ask=ask, _wait_for_boot=waited.append)

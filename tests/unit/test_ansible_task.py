@@ -17,7 +17,6 @@ from gpuprov.agent.playbook_task import (
     failure,
     for_a_job,
     job_result,
-    left_boot,
     one_line,
     skipped_in_check_mode,
     split_output,
@@ -267,7 +266,6 @@ def test_a_reboot_that_is_needed_and_not_allowed_ends_the_play() -> None:
 
 def test_both_halves_of_a_run_that_a_reboot_cut_are_one() -> None:
     first = (PLANNED, ChangeDone("a", 1.0), Finished(int(ExitCode.REBOOT_NEEDED), 1, left_boot="boot-1"))
-    assert (left_boot(first), left_boot(first[:2])) == ("boot-1", "")
     found = result("install", *first, Finished(0, 0))
     assert (found["failed"], found["changed"], found["reboot_needed"]) == (False, True, False)
 
@@ -285,7 +283,7 @@ def test_warnings_of_the_agent_are_ansibles_warnings() -> None:
 
 def test_events_are_found_between_what_a_login_prints() -> None:
     text = f"Welcome!\n{to_line(Finished(0))}\nbye\n"
-    assert split_output(text) == ((Finished(0),), ["Welcome!", "bye"])
+    assert split_output(text) == ((Finished(0),), Finished(0), ["Welcome!", "bye"])
 
 
 # -- roles and playbooks --------------------------------------------------------------------------------------------

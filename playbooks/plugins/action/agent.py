@@ -244,19 +244,17 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
     def _events(self, request: Any) -> tuple[Any, ...]:
         """Return the events of the run, and of those that follow a reboot."""
-        from gpuprov.agent.playbook_task import left_boot
-
         events: tuple[Any, ...] = ()
         for one in request.runs():
-            found = self._ask(one)
+            found, finished = self._ask(one)
             events += found
-            if not (left := left_boot(found)):
+            if not finished.left_boot:
                 break
-            self._wait_for_boot(left)
+            self._wait_for_boot(finished.left_boot)
         return events
 
-    def _ask(self, request: Any) -> tuple[Any, ...]:
-        """Send the request to the host's agent, put there first if it is missing; return its events."""
+    def _ask(self, request: Any) -> tuple[tuple[Any, ...], Any]:
+        """Send the request to the host's agent, put there first if it is missing; return its events, and the last."""
         from gpuprov.agent.playbook_task import split_output
         from gpuprov.agent.push import unfinished_problem
         from gpuprov.protocol.codec import dump
@@ -264,10 +262,10 @@ class ActionModule(ActionBase):  # type: ignore[misc]
 
         probe, request = self._prepare(request)
         done = self._run_agent(probe, f"{dump(request)}\n".encode())
-        events, strays = split_output(done.stdout)
-        if not any(type(event).__name__ == "Finished" for event in events):
+        events, finished, strays = split_output(done.stdout)
+        if finished is None:
             raise GpuprovError.several((unfinished_problem(done, strays, by_ansible=True),))
-        return events
+        return events, finished
 
     def _run_agent(self, probe: Any, lines: bytes, *arguments: str) -> Any:
         """Run the agent with this input; where root can't read what the login user stored, root stores its own."""
@@ -409,8 +407,9 @@ def _connection_variables(task_vars: dict[str, Any], delegate: str | None) -> di
 
 def _named_python(value: object) -> str:
     """Return the interpreter that the variable or Ansible's settings name, nothing where it is to be found out."""
-    named = str(value or getattr(constants, "INTERPRETER_PYTHON", None) or "")
-    return "" if named.startswith("auto") else named
+    from gpuprov.protocol.spec_fields import checked_python
+
+    return checked_python(str(value or getattr(constants, "INTERPRETER_PYTHON", None) or ""))
 
 
 def _flag(variables: dict[str, Any], name: str) -> bool:
