@@ -306,16 +306,10 @@ def test_the_choice_is_part_of_the_plan(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("value", "command", "upgrade"),
-    [
-        (True, "install", True),
-        ("true", "plan", True),
-        ("1", "install", True),
-        (False, "install", False),
-        (True, "verify", False),
-    ],
+    [(True, "install", True), (True, "plan", True), (False, "install", False), (True, "verify", False)],
 )
-def test_a_playbook_may_upgrade_too(value: object, command: str, upgrade: bool) -> None:
-    assert task_request(command, {"gpuprov_play_upgrade": value}).upgrade is upgrade
+def test_a_playbook_may_upgrade_too(value: bool, command: str, upgrade: bool) -> None:
+    assert task_request(command, {}, upgrade=value).upgrade is upgrade
 
 
 def test_a_run_that_is_stopped_has_recorded_its_choice(tmp_path: Path) -> None:

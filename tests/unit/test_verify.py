@@ -467,8 +467,9 @@ def test_a_docker_that_is_to_be_left_alone_is_named(host: RecordedHost) -> None:
 ENDED = [
     (126, "Error: crun: open `/proc/self/oom_score_adj`: Permission denied: OCI permission denied",
      "OCI runtime starts"),
-    (126, "Error: crun: executable file `nvidia-smi` is not executable: OCI permission denied", "give another image"),
-    (126, "sh: nvidia-smi: Permission denied", "give another image"),
+    (126, "Error: crun: executable file `nvidia-smi` is not executable: OCI permission denied",
+     "set gpuprov_verify_image"),
+    (126, "sh: nvidia-smi: Permission denied", "set gpuprov_verify_image"),
     (127, "Error: runc: runc create failed: unable to start container process: error during init",
      "OCI runtime starts"),
     (127, "Error: crun: executable file `nvidia-smi` not found in $PATH: No such file", "the container did not get it"),
