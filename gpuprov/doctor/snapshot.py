@@ -31,8 +31,8 @@ _TELLING = re.compile(
 )
 _MOST_LINES = 4000
 _MOST_EVIDENCE = 6
-# Time, host and program as written by dmesg and journalctl -k; then the driver's own prefix.
-_PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[\d.]+\] *)?(?:NVRM: *)?")
+# Time, host and program as written by dmesg and journalctl -k, thread or CPU (CONFIG_PRINTK_CALLER); the driver's own.
+_PREFIX = re.compile(r"^(?:\[ *\+?[\d.]+\] *|\w{3} +\d+ [\d:]+ \S+ )?(?:kernel: *)?(?:\[ *[TC\d.]+\] *)?(?:NVRM: *)?")
 # systemd's message before a start, and dockerd's first one, which a refused configuration file prevents; earlier lines
 # belong to an earlier daemon.
 _DOCKER_BEGINS = re.compile(r"^Starting (?:docker\.service|Docker Application)|Starting up")

@@ -82,7 +82,11 @@ def test_the_drivers_lines_are_kept_and_those_of_others_not() -> None:
     assert all("NVRM" in line for line in lines)
 
 
-@pytest.mark.parametrize("prefix", ["", "[ 1843.3] ", "Nov 21 11:31:32 gpu07 kernel: ", "kernel: ", "[  +0.000421] "])
+@pytest.mark.parametrize(
+    "prefix",
+    ["", "[ 1843.3] ", "Nov 21 11:31:32 gpu07 kernel: ", "kernel: ", "[  +0.000421] ", "[    9.1] [  T1946] ",
+     "[    9.1][   C12] "],
+)  # fmt: skip
 def test_a_sentence_over_several_lines_is_one(prefix: str) -> None:
     lines = [f"{prefix}NVRM: The NVIDIA GPU 0000:b3:00.0", f"{prefix}NVRM: installed in this system has",
              f"{prefix}NVRM: fallen off the bus and is not responding."]  # fmt: skip
