@@ -281,6 +281,10 @@ KERNEL_ROWS = (
         log("NVRM: API mismatch: the client 'nvidia-smi' (pid 1) has the version 550.200.01, but",
             "NVRM: this kernel module has the version 550.163.01.  Please"),
         "550.200.01", "gpuprov install", LIKELY),
+    Row("api-mismatch",
+        log("NVRM: API mismatch: the client has the version 570.153.02, but",
+            "NVRM: this kernel module has the version 570.144.  Please"),
+        "570.153.02", "gpuprov install", LIKELY),
 )  # fmt: skip
 
 # -- on lab hosts: no hardware; dmesg reads a file, and /run/simgpu.conf says how the simulated GPUs are --------------
