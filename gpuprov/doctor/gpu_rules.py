@@ -36,7 +36,8 @@ conditions({
             found := in_kernel_log(x, r"NVIDIA probe routine was not called for (?P<count>\d+) device"))
         and int(str(found.values["count"])) > len(x.host.gpus) - len(x.own_gpus) and found,
     "iommu-fault": lambda x: (buses := "|".join(re.escape(gpu.bus_id.partition(":")[2]) for gpu in x.host.gpus))
-        and in_kernel_log(x, rf"(?:DMAR: \[DMA|AMD-Vi: Event).*?device[ =]\[?(?:[0-9a-f]{{4}}:)?({buses})"),
+        and in_kernel_log(
+            x, rf"(?:DMAR: \[DMA|AMD-Vi: Event).*?device[ =]\[?(?:[0-9a-f]{{4}}:)?({buses})|:({buses}): AMD-Vi: Event"),
 })  # fmt: skip
 
 

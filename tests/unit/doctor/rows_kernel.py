@@ -133,6 +133,13 @@ KERNEL_ROWS = (
             "reason 0x06] PTE Read access is not set"
         )(x),
         "fault addr", "iommu=pt", LIKELY),
+    # As the kernel names a device that has a driver, since 4.20.
+    Row("iommu-fault",
+        lambda x: log(
+            f"nvidia {x.host.gpus[0].bus_id}: AMD-Vi: Event logged [IO_PAGE_FAULT domain=0x0003 address=0x80000040 "
+            "flags=0x0020]"
+        )(x),
+        "IO_PAGE_FAULT", "iommu=pt", LIKELY),
     # docs.nvidia.com/deploy: a100-gpu-mem-error-mgmt, Xid log examples.
     Row("xid-94",
         log("NVRM: Xid (PCI:0000:01:00 GPU-I:05): 94, pid=7194, Contained: CE User Channel (0x9). RST: No, D-RST: No"),
