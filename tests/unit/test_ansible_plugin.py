@@ -111,18 +111,11 @@ def test_all_tasks_of_a_process_are_one_run_and_no_others(plugin: ModuleType) ->
 
 
 @pytest.mark.parametrize(
-    ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11", "/usr/bin/python3.11")]
+    ("value", "named"), [("auto_silent", ""), ("auto", ""), (None, ""), ("/usr/bin/python3.11 ", "/usr/bin/python3.11")]
 )
 def test_a_named_python_is_used_and_a_discovered_one_is_not(plugin: ModuleType, value: object, named: str) -> None:
     plugin._agent()
     assert plugin._named_python(value) == named
-
-
-def test_ansibles_settings_name_a_python(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`interpreter_python` of ansible.cfg, as for Ansible's own modules and on the command line."""
-    plugin._agent()
-    monkeypatch.setattr(plugin.constants, "INTERPRETER_PYTHON", "/opt/python3.12")
-    assert [plugin._named_python(value) for value in (None, "auto", "/p")] == ["/opt/python3.12", "", "/p"]
 
 
 @pytest.mark.parametrize(

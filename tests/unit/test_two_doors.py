@@ -72,6 +72,13 @@ def test_a_play_does_not_reboot_the_machine_it_runs_on(tmp_path: Path, hosts: st
     assert {(one["spec"]["reboot"], one["caller_returns"]) for one in asked} == {(reboot, False)}
 
 
+@pytest.mark.parametrize("named", ["{here}/python", "{{{{ own_python }}}}"])
+def test_ansibles_settings_name_a_python(tmp_path: Path, named: str) -> None:
+    """`interpreter_python` of ansible.cfg, in which Ansible resolves templates, as for its own modules."""
+    own = ("-i", "a,", "-e", f"own_python={tmp_path}/python")
+    assert requests_of(tmp_path, _PLAY, *own, ANSIBLE_PYTHON_INTERPRETER=named.format(here=tmp_path))
+
+
 # -- options and variables --------------------------------------------------------------------------------------------
 
 # What stands for each option of the command line in a playbook: Ansible's own, a variable, or nothing ("").

@@ -289,7 +289,8 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         from gpuprov.protocol.errors import GpuprovError
 
         variables = _connection_variables(self._task_vars, self._task.delegate_to)
-        named = _named_python(self._templar.template(variables.get("ansible_python_interpreter")))
+        of_settings = getattr(constants, "INTERPRETER_PYTHON", None)  # Ansible resolves templates in this too
+        named = _named_python(self._templar.template(variables.get("ansible_python_interpreter") or of_settings))
         probe = self._probe(named)
         if probe.python is None and self._bootstrap:
             done = self._on_host(bootstrap_script(probe), bootstrap_input(request.spec), become=True)
@@ -409,7 +410,7 @@ def _named_python(value: object) -> str:
     """Return the interpreter that the variable or Ansible's settings name, nothing where it is to be found out."""
     from gpuprov.protocol.spec_fields import checked_python
 
-    return checked_python(str(value or getattr(constants, "INTERPRETER_PYTHON", None) or ""))
+    return checked_python(str(value or "").strip())
 
 
 def _flag(variables: dict[str, Any], name: str) -> bool:
