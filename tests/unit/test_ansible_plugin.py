@@ -307,6 +307,8 @@ def test_a_request_reaches_the_agent_beside_a_password(
     task._low_level_execute_command = lambda *_, **__: {**done, "stdout": "pipe"}
     task._with_file = lambda *_, **__: {**done, "stdout": "file"}
     assert plugin.ActionModule._on_host(task, "agent", b"request", become=bool(method)).stdout == how
+    # No file for nothing: the host that is asked whether it is up may be going down.
+    assert plugin.ActionModule._on_host(task, "cat", b"").stdout == "pipe"
 
 
 def test_a_probe_tries_no_sudo(plugin: ModuleType) -> None:

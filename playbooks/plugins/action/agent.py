@@ -380,7 +380,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         # Up to ansible-core 2.18 its plugin does not say so.
         is_local = self._connection.transport == "local"
         has_terminal = plugin is not None and (is_local or not getattr(plugin, "pipelining", plugin.name != "su"))
-        if self._connection.has_pipelining and not has_terminal:
+        if (self._connection.has_pipelining and not has_terminal) or not (stdin or become):
             done = self._low_level_execute_command(command, sudoable=become, in_data=stdin)
         else:
             done = self._with_file(command, stdin, become=become)
