@@ -54,7 +54,9 @@ def requests_of(here: Path, play: str, *words: str, **environment: str) -> list[
     put(here / "python", _PYTHON.format(here=here), 0o755)
     put(here / "answer", f"{to_line(Finished(0))}\n")
     put(here / "play.yml", play)
-    command = (sys.executable, "-m", "ansible", "playbook", "-c", "local", *words, str(here / "play.yml"))
+    # One host after the other: they have one home.
+    one_by_one = ("-c", "local", "--forks", "1")
+    command = (sys.executable, "-m", "ansible", "playbook", *one_by_one, *words, str(here / "play.yml"))
     own = {**os.environ, "HOME": str(here), "ANSIBLE_NOCOLOR": "1", "PYTHONPATH": str(REPOSITORY), **environment}
     done = subprocess.run(
         command, cwd=REPOSITORY, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
