@@ -13,6 +13,7 @@ import selectors
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -86,8 +87,13 @@ def _relay(worker: int, reading: int) -> int:
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker, number)
 
+    def stop(number: int, _frame: object) -> None:
+        # A login that logind ends is sent SIGTERM, then SIGHUP, which ends this process before it asks anybody to stop.
+        time.sleep(0.5 if number == signal.SIGTERM else 0)
+        send(signal.SIGTERM)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: send(signal.SIGTERM))
+        signal.signal(number, stop)
     with selectors.DefaultSelector() as inputs:
         inputs.register(reading, selectors.EVENT_READ)
         # What the caller says after the request. A regular file can't be waited for.

@@ -94,6 +94,16 @@ def test_the_end_of_the_login_does_not_end_the_work(site: Site) -> None:
     require_completed(site, host)
 
 
+def test_a_login_that_is_ended_slowly_does_not_end_the_work(site: Site) -> None:
+    """logind sends SIGTERM to all that a login has begun, and then SIGHUP: on a busy host not at once."""
+    host = site.fresh("main")
+    with start(site, "main") as process, held_at(host, process, _IN_THE_MIDDLE):
+        host.ssh(f"first=$(pgrep -o -f '{_AGENT}'); kill -CONT $first; kill $first; sleep 0.1; kill -HUP $first")
+        process.kill()
+        process.communicate()
+    require_completed(site, host)
+
+
 def test_the_second_of_two_runs_names_who_holds_the_lock(site: Site) -> None:
     host = site.fresh("main")
     with start(site, "main") as first:
