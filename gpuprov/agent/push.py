@@ -1,4 +1,4 @@
-"""Commands that a controller runs on a host to store agent and bundle and to run the agent; errors of a broken run.
+"""Commands by which a controller stores agent and bundle, runs the agent, waits for a boot; errors of a broken run.
 
 Both ways to a host use it: `gpuprov --hosts`, and the action plugin of the playbooks.
 """

@@ -21,10 +21,7 @@ _FLAGS_TWICE = "specified both as a flag and in the configuration file"
 _OTHER_ENGINES = {"/usr/bin/podman", "/usr/bin/crio", "/usr/bin/nerdctl", "/usr/local/bin/nerdctl"}
 # Settings of systemd.exec(5) that give a unit mounts of its own.
 _OWN_MOUNTS = r"(?m)^# (/.*)|^((?:MountFlags|Private(?:Tmp|Devices|Mounts)|Protect\w+|\w+Paths)=)(.+)"
-_AVC = (
-    r"avc: +denied +\{[^}]*\}(?=.*scontext=\S*(?:container|docker|svirt|\.process)).*?"
-    r"(?:nvidia|xserver_misc_device_t|name=\"(?:card|render)\S*\")"
-)
+_AVC = r'avc: +denied(?=.*scontext=\S*(?:container|docker|svirt|\.process)).*?(?:nvidia|xserver_|name="(?:card|render))'
 conditions({
     "docker-masked": lambda x: (unit := x.host.docker.unit).load == "masked" and not (unit.is_foreign and in_daemon(x))
         and seen_of(engine.restart_problem(unit) or engine.MASKED),
